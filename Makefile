@@ -1,0 +1,34 @@
+# Two commands do all the set-up: `make demo` runs the main job, `make test` passes the tests.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.installed
+OUT ?= demo-out
+
+.PHONY: demo test test-all lint types clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/digits/demo.py --output $(OUT)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+test: $(STAMP) lint types
+	$(BIN)/pytest -m 'not slow and not tpu'
+
+test-all: $(STAMP) lint types
+	$(BIN)/pytest
+
+clean:
+	rm -rf $(VENV) $(OUT) build dist

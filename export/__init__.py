@@ -1,0 +1,1 @@
+"""From something of the user's to a float EdgeModel."""

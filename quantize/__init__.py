@@ -1,0 +1,1 @@
+"""From a float EdgeModel to smaller ones."""

@@ -1,0 +1,1 @@
+"""From EdgeModels and a Reference to a verdict."""

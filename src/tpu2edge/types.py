@@ -1,0 +1,229 @@
+"""The vocabulary that the stages share: plain frozen data, no torch, no LiteRT.
+
+Arrays are NumPy's. Data types carry NumPy names ("float32", "int8", "bool"). A name of an input or
+output is always the user's own (forward's argument names, the keys of the returned dict, nested
+ones dotted), never a position.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.generic]
+else:
+    Array = Any
+
+__all__ = [
+    "Array",
+    "Dim",
+    "EdgeModel",
+    "LayerSource",
+    "Note",
+    "Progress",
+    "Sample",
+    "Signature",
+    "TensorSpec",
+    "Verdict",
+    "no_progress",
+]
+
+#: One set of arrays by name: the inputs (or the outputs) of one run of a signature.
+Tensors = Mapping[str, Array]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dim:
+    """A dynamic dimension: every size from ``min`` to ``max``, both included."""
+
+    name: str
+    min: int
+    max: int
+
+    def __str__(self) -> str:
+        return f"{self.min}..{self.max}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One input or output of a signature.
+
+    ``scale`` and ``zero_point`` are set on tensors that are quantized at the boundary (static int8
+    models): real = scale * (stored - zero_point).
+    """
+
+    name: str
+    shape: tuple[int | Dim, ...]
+    dtype: str  # NumPy name
+    scale: float | None = None
+    zero_point: int | None = None
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether any dimension can change from run to run."""
+        return any(isinstance(size, Dim) for size in self.shape)
+
+    def __str__(self) -> str:
+        shape = "x".join(str(size) for size in self.shape) or "scalar"
+        return f"{self.name}: {self.dtype}[{shape}]"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; a dynamic dimension becomes ``{"name", "min", "max"}``."""
+        data: dict[str, Any] = {
+            "name": self.name,
+            "shape": [
+                {"name": s.name, "min": s.min, "max": s.max} if isinstance(s, Dim) else s
+                for s in self.shape
+            ],
+            "dtype": self.dtype,
+        }
+        if self.scale is not None:
+            data["scale"] = self.scale
+            data["zero_point"] = self.zero_point
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TensorSpec:
+        """The inverse of :meth:`to_json`."""
+        return cls(
+            name=data["name"],
+            shape=tuple(Dim(**s) if isinstance(s, dict) else int(s) for s in data["shape"]),
+            dtype=data["dtype"],
+            scale=data.get("scale"),
+            zero_point=data.get("zero_point"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signature:
+    """A named entry of a ``.tflite`` file, inputs and outputs in the model's own order."""
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def input(self, name: str) -> TensorSpec:
+        """The input called ``name``; KeyError if there is none."""
+        return _named(self.inputs, name)
+
+    def output(self, name: str) -> TensorSpec:
+        """The output called ``name``; KeyError if there is none."""
+        return _named(self.outputs, name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "name": self.name,
+            "inputs": [spec.to_json() for spec in self.inputs],
+            "outputs": [spec.to_json() for spec in self.outputs],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Signature:
+        """The inverse of :meth:`to_json`."""
+        return cls(
+            name=data["name"],
+            inputs=tuple(TensorSpec.from_json(s) for s in data["inputs"]),
+            outputs=tuple(TensorSpec.from_json(s) for s in data["outputs"]),
+        )
+
+
+def _named(specs: Sequence[TensorSpec], name: str) -> TensorSpec:
+    for spec in specs:
+        if spec.name == name:
+            return spec
+    raise KeyError(name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSource:
+    """Which torch module, operator and source line a LiteRT tensor comes from."""
+
+    module: str
+    op: str
+    file: str | None = None
+    line: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data without the fields that are not known."""
+        data: dict[str, Any] = {"module": self.module, "op": self.op}
+        if self.file is not None:
+            data["file"] = self.file
+            data["line"] = self.line
+        return data
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EdgeModel:
+    """A ``.tflite`` file that was written, read back and run once.
+
+    ``layers`` maps a LiteRT tensor's name to the places in the torch model it was computed by
+    (several when the converter fused them).
+    """
+
+    path: Path
+    signatures: tuple[Signature, ...]
+    recipe: str
+    sha256: str
+    size_bytes: int
+    layers: Mapping[str, tuple[LayerSource, ...]] = field(default_factory=dict)
+
+    def signature(self, name: str | None = None) -> Signature:
+        """The signature called ``name``, or the only one; KeyError if there is no such one."""
+        if name is None:
+            if len(self.signatures) != 1:
+                raise KeyError(f"one of {[s.name for s in self.signatures]} must be named")
+            return self.signatures[0]
+        for signature in self.signatures:
+            if signature.name == name:
+                return signature
+        raise KeyError(name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One set of inputs by name, with the name it is reported under."""
+
+    id: str  # "digits.npz#7", "example", "variation-3"
+    inputs: Tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """One line on something that was done to, or noticed about, what the user handed in."""
+
+    code: str  # stable, for machines: "eval-mode", "unwrapped-compile", "narrowed-input" …
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Verdict(enum.StrEnum):
+    """What a check came to; ERROR means that a device or a tool broke, not the model."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    ERROR = "ERROR"
+
+
+class Progress(Protocol):
+    """What long work calls to say where it is; must be cheap and must not raise."""
+
+    def __call__(self, stage: str, done: float | None = None, total: float | None = None) -> None:
+        """``stage`` in the user's words; ``done`` of ``total`` when a count is known."""
+
+
+def no_progress(stage: str, done: float | None = None, total: float | None = None) -> None:
+    """The default :class:`Progress`: says nothing."""
+
+
+#: A function that takes a note as it happens.
+NoteSink = Callable[[Note], None]
