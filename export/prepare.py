@@ -9,6 +9,7 @@ copy costs no memory.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch import nn
 from tpu2edge.errors import ExportError, InputError, Place
 from tpu2edge.types import Note
 
-__all__ = ["PreparedModule", "prepare_module"]
+__all__ = ["PreparedModule", "prepare_module", "weights_digest"]
 
 # Floating types that are computed in float32: LiteRT's CPU kernels take no bfloat16 at all, float16
 # only as stored weights, and litert-torch 0.10 lowers neither.
@@ -290,3 +291,22 @@ def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
     return ""
 
 
+
+
+def weights_digest(module: nn.Module) -> str:
+    """sha256 over the names, types, shapes and bytes of all parameters and buffers, in name order.
+
+    Wrappers (torch.compile, DDP, FSDP) do not change it; neither does the device.
+    """
+    inner, _ = _unwrap(module)
+    digest = hashlib.sha256()
+    for name, tensor in sorted(inner.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        clean = ".".join(p for p in name.split(".") if p not in ("_orig_mod", "_fsdp_wrapped_module"))
+        gather = getattr(tensor, "full_tensor", None)
+        value = (gather() if gather is not None else tensor).detach().cpu().contiguous()
+        digest.update(f"{clean}|{value.dtype}|{tuple(value.shape)}|".encode())
+        if value.numel():
+            digest.update(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()

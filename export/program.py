@@ -173,6 +173,7 @@ def trace_module(
         )
         flat = _Flat(prepared.module, layout).eval()
         shapes = _dynamic_shapes(layout.names, tensors, dynamic or {})
+        tensors = _roomy(tensors, layout.names, dynamic or {})
         program = _export(flat, tensors, shapes)
     notes.extend(flat.seen.left_out)
     notes.extend(
@@ -252,23 +253,41 @@ def _dynamic_shapes(
     tensors: tuple[torch.Tensor, ...],
     dynamic: Mapping[str, Mapping[int, Dim]],
 ) -> tuple[tuple[dict[int, Any], ...]] | None:
+    """What torch.export is asked for; it finds by itself which of the sizes must be equal."""
     if not dynamic:
         return None
-    made: dict[str, Any] = {}
     for name, axes in dynamic.items():
         if name not in input_names:
             raise OptionError(f"--dynamic names no input '{name}'", do=f"inputs: {list(input_names)}")
         rank = tensors[input_names.index(name)].dim()
-        for axis, dim in axes.items():
+        for axis in axes:
             if not 0 <= axis < rank:
                 raise OptionError(f"--dynamic: input '{name}' has axes 0 to {rank - 1}, not {axis}")
-            if dim.name not in made:
-                made[dim.name] = torch.export.Dim(dim.name, min=dim.min, max=dim.max)
     flat = tuple(
-        {axis: made[dim.name] for axis, dim in dynamic.get(name, {}).items()}
+        {
+            axis: torch.export.Dim.DYNAMIC(min=dim.min, max=dim.max)
+            for axis, dim in dynamic.get(name, {}).items()
+        }
         for name in input_names
     )
     return (flat,)
+
+
+def _roomy(
+    tensors: tuple[torch.Tensor, ...],
+    input_names: tuple[str, ...],
+    dynamic: Mapping[str, Mapping[int, Dim]],
+) -> tuple[torch.Tensor, ...]:
+    """The example with dynamic axes of size 0 or 1 repeated: torch.export takes those as fixed."""
+    out: list[torch.Tensor] = []
+    for name, tensor in zip(input_names, tensors, strict=True):
+        for axis, dim in dynamic.get(name, {}).items():
+            if tensor.shape[axis] == 1 and dim.max > 1:
+                repeats = [1] * tensor.dim()
+                repeats[axis] = min(3, dim.max)
+                tensor = tensor.repeat(repeats)
+        out.append(tensor)
+    return tuple(out)
 
 
 def _export(
@@ -326,6 +345,8 @@ def _traced(
 ) -> TracedProgram:
     check_constants(program)
     output_values = _output_values(program)
+    if dynamic:
+        dynamic = _dims_of(program, input_names, dynamic)
     inputs = tuple(
         TensorSpec(
             name=name,
@@ -390,19 +411,29 @@ def _symbolic(shape: Sequence[Any], dims: Mapping[str, Dim]) -> tuple[int | Dim,
     return tuple(out)
 
 
-def _dims_of(program: ExportedProgram, input_names: tuple[str, ...]) -> dict[str, dict[int, Dim]]:
+def _dims_of(
+    program: ExportedProgram,
+    input_names: tuple[str, ...],
+    asked: Mapping[str, Mapping[int, Dim]] | None = None,
+) -> dict[str, dict[int, Dim]]:
+    """The dynamic axes as the program has them; axes of one symbol share one Dim."""
     ranges = {str(symbol): value for symbol, value in program.range_constraints.items()}
     result: dict[str, dict[int, Dim]] = {}
     for name, node in zip(input_names, _user_inputs(program), strict=True):
         for axis, size in enumerate(node.meta["val"].shape):
             if isinstance(size, int):
                 continue
-            bound = ranges.get(str(size.node.expr))
-            if bound is None:
-                continue
-            result.setdefault(name, {})[axis] = Dim(
-                name=str(size.node.expr), min=max(1, int(bound.lower)), max=int(bound.upper)
-            )
+            symbol = str(size.node.expr)
+            bound = ranges.get(symbol)
+            low = max(1, int(bound.lower)) if bound is not None else 1
+            high = min(int(bound.upper), 2**31 - 1) if bound is not None else 2**31 - 1
+            wish = (asked or {}).get(name, {}).get(axis)
+            if wish is not None:
+                # A lower end of 2 is torch.export's own caution about sizes 0 and 1; the check at
+                # both ends shows whether 1 works.
+                low = wish.min if low <= 2 else max(low, wish.min)
+                high = min(high, wish.max)
+            result.setdefault(name, {})[axis] = Dim(name=symbol, min=low, max=high)
     return result
 
 

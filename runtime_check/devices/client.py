@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -141,7 +142,8 @@ class Session:
             DataError: a sample does not fit the signature.
             DeviceError: the process dies, hangs, or LiteRT fails.
         """
-        for chunk in _chunks(samples):
+        weight = _Weight()
+        for chunk in _chunks(samples, weight):
             names = list(chunk[0])
             stacked = {name: np.stack([sample[name] for sample in chunk]) for name in names}
             header = {"op": "run", "signature": signature, "count": len(chunk)}
@@ -151,6 +153,7 @@ class Session:
             self.times["total_ms"] = self.times.get("total_ms", 0.0) + times["total_ms"]
             self.times["samples"] = self.times.get("samples", 0.0) + len(chunk)
             self.peak_rss_kb = max(self.peak_rss_kb, int(answer["peak_rss_kb"]))
+            weight.output = sum(array.nbytes for array in outputs.values()) // len(chunk)
             for position in range(len(chunk)):
                 yield {name: array[position] for name, array in outputs.items()}
 
@@ -281,23 +284,28 @@ def _signature(data: Mapping[str, Any]) -> Signature:
     )
 
 
-def _chunks(samples: Iterable[Tensors]) -> Iterator[list[dict[str, Array]]]:
-    """Runs of samples of one shape, as many as one request may carry."""
+@dataclass(slots=True)
+class _Weight:
+    """Bytes that one sample's outputs take, known after the first answer."""
+
+    output: int | None = None
+
+
+def _chunks(samples: Iterable[Tensors], weight: _Weight) -> Iterator[list[dict[str, Array]]]:
+    """Runs of samples of one shape, as many as one request may carry; the first goes alone."""
     chunk: list[dict[str, Array]] = []
     size = 0
     kind: Any = None
     for sample in samples:
         arrays = {name: np.asarray(array) for name, array in sample.items()}
         this = tuple((name, array.shape, array.dtype) for name, array in sorted(arrays.items()))
-        weight = sum(array.nbytes for array in arrays.values())
-        full = len(chunk) >= _CHUNK_SAMPLES or size + weight > _CHUNK_BYTES
+        one = sum(array.nbytes for array in arrays.values()) + (weight.output or 0)
+        full = len(chunk) >= _CHUNK_SAMPLES or size + one > _CHUNK_BYTES or weight.output is None
         if chunk and (this != kind or full):
             yield chunk
             chunk, size = [], 0
         kind = this
         chunk.append(arrays)
-        size += weight
+        size += one
     if chunk:
         yield chunk
-
-
