@@ -38,6 +38,7 @@ __all__ = [
     "Tensor",
     "TfliteFile",
     "Weight",
+    "read_models",
     "read_tflite",
     "signatures_of",
     "summarize",
@@ -296,6 +297,19 @@ def read_tflite(data: bytes | Path) -> TfliteFile:
         MemoryError,
     ) as err:
         raise _damaged(f"{type(err).__name__}: {err}", path) from err
+
+
+def read_models(path: Path) -> tuple[TfliteFile, ...]:
+    """The file, or every ``.tflite`` file of the folder by name; BundleError if it has none."""
+    if not path.is_dir():
+        return (read_tflite(path),)
+    files = sorted(path.glob("*.tflite"))
+    if not files:
+        raise BundleError(
+            f"the folder '{path}' holds no .tflite file",
+            do="name a .tflite file, or a bundle folder as `tpu2edge export` makes it",
+        )
+    return tuple(read_tflite(file) for file in files)
 
 
 def signatures_of(file: TfliteFile) -> tuple[Signature, ...]:
