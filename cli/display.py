@@ -38,36 +38,7 @@ class Display:
 
     def __enter__(self) -> Self:
         if self._is_live:
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                SpinnerColumn,
-                TextColumn,
-                TimeElapsedColumn,
-            )
-
-            class Count(MofNCompleteColumn):
-                """Nothing where no count is known."""
-
-                def render(self, task: Any) -> Any:
-                    return super().render(task) if task.fields.get("counts") else ""
-
-            class Bar(BarColumn):
-                """Nothing where no count is known."""
-
-                def render(self, task: Any) -> Any:
-                    return super().render(task) if task.fields.get("counts") else ""
-
-            self._progress = Progress(
-                SpinnerColumn(finished_text="[green]✓[/]"),
-                TextColumn("{task.description}", markup=False),
-                TimeElapsedColumn(),
-                Bar(bar_width=20),
-                Count(),
-                console=Console(stderr=True),
-            )
+            self._progress = _live()
             self._progress.start()
         return self
 
@@ -117,7 +88,7 @@ class Display:
             if is_done:
                 task = self._progress.tasks[self._task]
                 total = task.total or 1
-                self._progress.update(self._task, completed=total, total=total)
+                self._progress.update(self._task, completed=total, total=total, counts=False)
             else:
                 self._progress.stop_task(self._task)
         elif not self._quiet and is_done:
@@ -129,3 +100,40 @@ class Display:
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text, file=sys.stderr, flush=True)
+
+
+def _live() -> Progress:
+    """A line for each stage: a spinner (then a tick), its name, seconds, and a count if known."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        SpinnerColumn,
+        Task,
+        TextColumn,
+    )
+    from rich.text import Text
+
+    class Seconds(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            seconds = task.finished_time if task.finished else task.elapsed
+            return Text(f"{seconds or 0:.1f} s")
+
+    class Bar(BarColumn):
+        def render(self, task: Task) -> Any:
+            return super().render(task) if task.fields.get("counts") else ""
+
+    class Count(MofNCompleteColumn):
+        def render(self, task: Task) -> Any:
+            return super().render(task) if task.fields.get("counts") else ""
+
+    return Progress(
+        SpinnerColumn(finished_text="[green]✓[/]"),
+        TextColumn("{task.description}", markup=False),
+        Seconds(),
+        Bar(bar_width=20),
+        Count(),
+        console=Console(stderr=True),
+    )

@@ -381,7 +381,13 @@ def _tensor_table(graph: Subgraph) -> Table:
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+    class PipeConsole(Console):
+        """Lets a closed pipe be seen by our own handler; rich would end with status 1 (FAIL)."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return PipeConsole(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
 
 
 def _table(*columns: str) -> Table:

@@ -27,6 +27,12 @@ def chatter(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
     return {"exit_code": request["exit_code"], "pid": os.getpid(), "log": str(context.log_path)}
 
 
+def stages(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
+    context.progress("load")
+    context.progress("run", 5, 10)
+    return {"exit_code": 0}
+
+
 def segfault(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
     context.progress("convert")
     print("MLIR: about to die")

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -224,6 +227,31 @@ def test_a_child_whose_parent_was_killed_ends_and_cleans_up(tmp_path: Path) -> N
     parent.communicate(timeout=20)
     wait_until(lambda: not is_alive(pids[0]))
     assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_on_a_terminal_the_stages_are_live_lines_and_errors_red(tmp_path: Path) -> None:
+    def shown(job: str) -> str:
+        master, slave = pty.openpty()
+        parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT, f"fake_jobs:{job}", "", str(tmp_path / "pids"), "10"],
+            stderr=slave,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+        )
+        os.close(slave)
+        text = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while part := os.read(master, 1 << 16):
+                text += part
+        os.close(master)
+        parent.wait(20)
+        return text.decode()
+
+    ends = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown("stages")).splitlines()
+    assert [line.split()[:2] for line in ends if line.startswith("✓")][-2:] == [
+        ["✓", "load"],
+        ["✓", "run"],
+    ]
+    assert shown("refuse").count("\x1b[1;31merror:\x1b[0m input 'x' has the shape") == 1
 
 
 def test_an_interrupted_job_knows_the_exit_status_of_its_signal() -> None:
