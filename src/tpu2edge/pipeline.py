@@ -738,9 +738,9 @@ def _tested_model(file: Path, signature: Signature, recipe: str) -> EdgeModel:
 
 def _refuse_unchanged(base: Path, file: Path, recipe: str) -> None:
     from tpu2edge.errors import QuantizationError
-    from tpu2edge.flatbuffer import read_tflite
+    from tpu2edge.flatbuffer import read_tflite, summarize
 
-    before, after = read_tflite(base).weight_bytes(), read_tflite(file).weight_bytes()
+    before, after = (summarize(read_tflite(path)).weight_bytes_by_kind for path in (base, file))
     if before == after:
         raise QuantizationError(
             f"recipe '{recipe}' changed nothing: all weights are stored as before",
