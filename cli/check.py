@@ -30,7 +30,7 @@ def check(
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="Bounds that the numbers must keep, as 'sqnr>=30dB' or 'logits: top1>=0.99'. "
+            help="Bounds that the numbers must keep, as 'sqnr>=30dB' or 'logits:top1>=0.99'. "
             "Repeatable. Without it: the bundle's or the recipe's own.",
         ),
     ] = None,
@@ -57,7 +57,7 @@ def check(
     \b
     Examples:
       tpu2edge check out
-      tpu2edge check out --budget 'logits: sqnr>=60dB' --json
+      tpu2edge check out --budget 'logits:sqnr>=60dB' --json
       tpu2edge check model.tflite --reference tpu-reference/
     """
     from tpu2edge.cli import printing

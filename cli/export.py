@@ -64,7 +64,7 @@ def export(
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="Bounds that the numbers must keep, as 'sqnr>=30dB' or 'logits: top1>=0.99'. "
+            help="Bounds that the numbers must keep, as 'sqnr>=30dB' or 'logits:top1>=0.99'. "
             "Repeatable. Without it: the recipe's own.",
         ),
     ] = None,

@@ -75,6 +75,7 @@ class Job(Protocol):
 
     def __call__(self, request: dict[str, Any], context: JobContext) -> dict[str, Any]:
         """Plain data that holds at least ``exit_code``."""
+        ...
 
 
 def exit_code_of(verdict: Verdict) -> int:

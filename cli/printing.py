@@ -60,58 +60,62 @@ class Outcome(Protocol):
 class ParityRow:
     """One line of the parity table: one output of one model on one device."""
 
-    model: str
+    model: str  # file name
+    recipe: str
     device: str
     signature: str
     output: str
     verdict: str
-    size_bytes: int | None = None
+    budget: str = ""
     sqnr_db_worst: float | None = None
     sqnr_db_median: float | None = None
-    error_over_range: float | None = None
+    range_error: float | None = None
     max_abs: float | None = None
     top1: float | None = None
     reasons: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # what to know about it, whatever the verdict
+    split: str = ""  # which step spends the error, in words
 
 
 def rows_of(report: Mapping[str, Any]) -> tuple[ParityRow, ...]:
-    """The rows of ``parity.json``.
+    """The rows of ``parity.json`` (format_version 1)."""
+    return tuple(_row(case) for case in report["cases"])
 
-    A case that could not be run at all has no outputs: it becomes one row with its own reasons.
-    """
-    rows: list[ParityRow] = []
-    for case in report["cases"]:
-        common: dict[str, Any] = {
-            "model": case["recipe"],
-            "device": case["device"],
-            "signature": case["signature"],
-            "size_bytes": case.get("size_bytes"),
-        }
-        for output in case["outputs"]:
-            metrics = output.get("metrics") or {}
-            rows.append(
-                ParityRow(
-                    **common,
-                    output=output["name"],
-                    verdict=output["verdict"],
-                    sqnr_db_worst=_number(metrics.get("sqnr_db_worst")),
-                    sqnr_db_median=_number(metrics.get("sqnr_db_median")),
-                    error_over_range=_number(metrics.get("error_over_range")),
-                    max_abs=_number(metrics.get("max_abs")),
-                    top1=_number(metrics.get("top1")),
-                    reasons=tuple(output.get("reasons") or ()),
-                )
-            )
-        if not case["outputs"]:
-            rows.append(
-                ParityRow(
-                    **common,
-                    output="",
-                    verdict=case["verdict"],
-                    reasons=tuple(case.get("reasons") or ()),
-                )
-            )
-    return tuple(rows)
+
+def _row(case: Mapping[str, Any]) -> ParityRow:
+    metrics = case["metrics"] or {}
+    numbers = {
+        name: None if (value := metrics.get(name)) is None else float(value)
+        for name in ("sqnr_db_worst", "sqnr_db_median", "range_error", "max_abs", "top1")
+    }
+    return ParityRow(
+        model=case["model"],
+        recipe=case["recipe"],
+        device=case["device"],
+        signature=case["signature"],
+        output=case["output"],
+        verdict=case["verdict"],
+        budget=case["budget"],
+        reasons=tuple(r["text"] for r in case["reasons"] if not r["code"].startswith("flag-")),
+        flags=tuple(r["text"] for r in case["reasons"] if r["code"].startswith("flag-")),
+        split=_split_words(case["error_split"]),
+        **numbers,
+    )
+
+
+def _split_words(split: Mapping[str, Any] | None) -> str:
+    """Which step of the error is the largest, with the others in brackets; "" if not known."""
+    if split is None:
+        return ""
+    steps = {
+        name: float(split[f"{name}_db"])
+        for name in ("float32", "conversion", "quantization")
+        if split[f"{name}_db"] is not None
+    }
+    largest = split["largest"]
+    others = ", ".join(f"{name} {_db(v)}" for name, v in steps.items() if name != largest)
+    others = f" ({others})" if others else ""
+    return f"the largest step of the error is {largest}: {_db(steps[largest])} dB{others}"
 
 
 def print_json(data: Mapping[str, Any]) -> None:
@@ -126,8 +130,9 @@ def print_export(outcome: Outcome, output: Path, *, as_json: bool, quiet: bool) 
     if as_json:
         print_json(_outcome_json(outcome, report) | {"bundle": str(bundle)})
         return
-    print_parity(report, table=not quiet)
-    size = sum(path.stat().st_size for path in bundle.glob("*.tflite"))
+    sizes = {path.name: path.stat().st_size for path in bundle.glob("*.tflite")}
+    print_parity(report, sizes=sizes, table=not quiet)
+    size = sum(sizes.values())
     saved = f"{outcome.seconds:.1f}s, saved as '{output}' ({size_text(size)})"
     word = _word(outcome.exit_code)
     if outcome.exit_code == 0:
@@ -145,46 +150,70 @@ def print_check(outcome: Outcome, target: Path, *, as_json: bool, quiet: bool) -
     if as_json:
         print_json(_outcome_json(outcome, report) | {"target": str(target)})
         return
-    print_parity(report, table=not quiet)
+    files = target.glob("*.tflite") if target.is_dir() else [target]
+    sizes = {path.name: path.stat().st_size for path in files}
+    print_parity(report, sizes=sizes, table=not quiet)
     word = "success" if outcome.exit_code == 0 else _word(outcome.exit_code)
     print(f"check {word} {outcome.seconds:.1f}s, {len(rows_of(report))} outputs of '{target}'")
 
 
-def print_parity(report: Mapping[str, Any], *, table: bool = True) -> None:
-    """The table, and below it in words why a row is not PASS."""
+def print_parity(
+    report: Mapping[str, Any], *, sizes: Mapping[str, int] | None = None, table: bool = True
+) -> None:
+    """The table, and below it in words why a row is not PASS.
+
+    ``sizes`` are the bytes of the files by name. What is wrong is printed without the table too.
+    """
     from rich.text import Text
 
     rows = rows_of(report)
     console = _console()
     if table:
-        drawn = _table(
-            "model", ">size", "device", "output", ">SQNR worst / median dB", ">error/range",
-            ">max abs", ">top-1", "verdict",
-        )  # fmt: skip
-        has_signatures = len({row.signature for row in rows}) > 1
-        for row in rows:
-            name = f"{row.signature}: {row.output}" if has_signatures else row.output
-            drawn.add_row(
-                Text(row.model),
-                "–" if row.size_bytes is None else size_text(row.size_bytes),
-                Text(row.device),
-                Text(name or "–"),
-                f"{_db(row.sqnr_db_worst)} / {_db(row.sqnr_db_median)}",
-                _small(row.error_over_range),
-                _small(row.max_abs),
-                "–" if row.top1 is None else f"{row.top1:.2%}",
-                Text(row.verdict, style=_COLORS.get(row.verdict, "")),
-            )
-        console.print(drawn)
+        print(f"compared with {report['reference']}")
+        console.print(_parity_table(rows, sizes or {}))
+    said: dict[tuple[str, str, str, str], list[str]] = {}
     for row in rows:
-        if row.verdict == "PASS":
-            continue
-        where = f"{row.model} on {row.device}"
-        where += f", output '{row.output}'" if row.output else ""
-        for reason in row.reasons or ("no reason was recorded",):
-            text = Text(f"{row.verdict} ", style=_COLORS.get(row.verdict, ""))
-            text.append(f"{where}: {reason}", style="default")
-            console.print(text, soft_wrap=True)
+        lines = [(row.verdict, text) for text in row.reasons]
+        if row.verdict != "PASS":
+            lines = lines or [(row.verdict, f"outside of {row.budget}")]
+            lines += [("", row.split)] if row.split else []
+        lines += [("note", text) for text in row.flags] if table else []
+        for word, text in lines:
+            said.setdefault((word, row.recipe, row.device, text), []).append(row.output)
+    for (word, recipe, device, text), outputs in said.items():
+        names = ", ".join(f"'{name}'" for name in outputs)
+        head = f"{word} " if word else "    "
+        line = Text(head, style=_COLORS.get(word, ""))
+        line.append(
+            f"{recipe} on {device}, output{'s' * (len(outputs) > 1)} {names}: {text}",
+            style="default",
+        )
+        console.print(line, soft_wrap=True)
+
+
+def _parity_table(rows: Sequence[ParityRow], sizes: Mapping[str, int]) -> Table:
+    from rich.text import Text
+
+    drawn = _table(
+        "model", ">size", "device", "output", ">SQNR dB worst / median", ">error/range",
+        ">max abs", ">top-1", "verdict",
+    )  # fmt: skip
+    has_signatures = len({row.signature for row in rows}) > 1
+    for row in rows:
+        size = sizes.get(row.model)
+        name = f"{row.signature}: {row.output}" if has_signatures else row.output
+        drawn.add_row(
+            Text(row.recipe),
+            "–" if size is None else size_text(size),
+            Text(row.device),
+            Text(name),
+            f"{_db(row.sqnr_db_worst)} / {_db(row.sqnr_db_median)}",
+            _small(row.range_error),
+            _small(row.max_abs),
+            "–" if row.top1 is None else f"{row.top1:.2%}",
+            Text(row.verdict, style=_COLORS.get(row.verdict, "")),
+        )
+    return drawn
 
 
 def print_diagnosis(found: Diagnosis) -> None:
@@ -430,15 +459,10 @@ def _outcome_json(outcome: Outcome, report: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _number(value: Any) -> float | None:
-    """A number of ``parity.json``, where non-finite ones may be strings."""
-    return None if value is None else float(value)
-
-
 def _db(value: float | None) -> str:
     if value is None:
         return "–"
-    return "exact" if value == math.inf else f"{value:.1f}"
+    return "equal" if value == math.inf else f"{value:.1f}"
 
 
 def _small(value: float | None) -> str:

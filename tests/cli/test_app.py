@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import types
@@ -13,7 +14,9 @@ import tpu2edge
 from tpu2edge.cli import app, main, supervise
 from tpu2edge.cli.supervise import JobBug, JobInterrupted, Outcome
 from tpu2edge.errors import LoweringError, Place
-from tpu2edge.types import Note
+from tpu2edge.runtime_check.metrics import OutputMetrics
+from tpu2edge.runtime_check.parity import CaseReport, ErrorSplit, ParityReport, Reason
+from tpu2edge.types import Note, Verdict
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -190,57 +193,60 @@ def test_doctor_says_that_this_machine_can_export(capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["litert"]["ok"] is True
 
 
-REPORT = {
-    "verdict": "FAIL",
-    "cases": [
-        {
-            "recipe": "float32",
-            "device": "host",
-            "signature": "serving_default",
-            "size_bytes": 6_200_000,
-            "verdict": "PASS",
-            "reasons": [],
-            "outputs": [
-                {
-                    "name": "logits",
-                    "verdict": "PASS",
-                    "reasons": [],
-                    "metrics": {
-                        "sqnr_db_worst": 121.34,
-                        "sqnr_db_median": "Infinity",
-                        "error_over_range": 3.6e-7,
-                        "max_abs": 1.2e-6,
-                        "top1": 1.0,
-                    },
-                }
-            ],
-        },
-        {
-            "recipe": "dynamic_wi8_afp32",
-            "device": "host",
-            "signature": "serving_default",
-            "size_bytes": 1_600_000,
-            "verdict": "FAIL",
-            "reasons": [],
-            "outputs": [
-                {
-                    "name": "logits",
-                    "verdict": "FAIL",
-                    "reasons": ["SQNR 18.2 dB, wanted at least 25.0 dB (worst sample x#7)"],
-                    "metrics": {"sqnr_db_worst": 18.2},
-                }
-            ],
-        },
-        {
-            "recipe": "float32",
-            "device": "qemu:cortex-a53",
-            "signature": "serving_default",
-            "verdict": "ERROR",
-            "reasons": ["the worker was killed by SIGILL"],
-            "outputs": [],
-        },
-    ],
-}
+def case(recipe: str, output: str, verdict: Verdict, **fields: Any) -> CaseReport:
+    return CaseReport(
+        model=f"model.{recipe}.tflite",
+        recipe=recipe,
+        device=fields.pop("device", "host"),
+        signature="serving_default",
+        output=output,
+        verdict=verdict,
+        budget="sqnr>=25dB",
+        **fields,
+    )
+
+
+def metrics(sqnr_db: float) -> OutputMetrics:
+    return OutputMetrics(
+        samples=8,
+        sqnr_db_worst=sqnr_db,
+        sqnr_db_median=math.inf,
+        max_abs=1.2e-6,
+        range_error=3.6e-7,
+        cosine_worst=1.0,
+        top1=1.0,
+        mismatch=0.0,
+        worst_sample="x#7",
+        reference_min=-1.0,
+        reference_max=1.0,
+    )
+
+
+BROKEN = Reason(code="device", text="the worker was killed by SIGILL")
+REPORT = ParityReport(
+    cases=(
+        case("float32", "logits", Verdict.PASS, metrics=metrics(121.34)),
+        case(
+            "dynamic_wi8_afp32",
+            "logits",
+            Verdict.FAIL,
+            metrics=metrics(18.2),
+            reasons=(Reason(code="budget", text="sqnr 18.2 dB, wanted at least 25 dB"),),
+            split=ErrorSplit(float32_db=130.0, conversion_db=120.04, quantization_db=18.2),
+        ),
+        case("float32", "logits", Verdict.ERROR, device="qemu", reasons=(BROKEN,)),
+        case("float32", "[mask]", Verdict.ERROR, device="qemu", reasons=(BROKEN,)),
+        case(
+            "float32",
+            "[mask]",
+            Verdict.PASS,
+            reasons=(Reason(code="flag-constant", text="the same value in all samples"),),
+        ),
+    ),
+    reference="eager float32 (f32-highest), 8 synthetic samples",
+    data_kind="synthetic",
+    samples=8,
+).to_json()
 
 
 @pytest.fixture
@@ -323,28 +329,18 @@ def test_export_prints_the_table_the_reasons_and_what_to_type_next(
     output = str(tmp_path / "my out")
     assert main(["export", "m.py", "-o", output]) == 1
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "compared with eager float32 (f32-highest), 8 synthetic samples"
     (row,) = (line for line in lines if "121.3" in line)
-    assert row.split() == (
-        [
-            "float32",
-            "6.2",
-            "MB",
-            "host",
-            "logits",
-            "121.3",
-            "/",
-            "exact",
-            "3.6e-07",
-            "1.2e-06",
-            "100.00%",
-            "PASS",
-        ]
+    assert " ".join(row.split()) == (
+        "float32 6.2 MB host logits 121.3 / equal 3.6e-07 1.2e-06 100.00% PASS"
     )
-    tail = [line for line in lines if line.strip()][-5:]
+    tail = [line for line in lines if line.strip()][-7:]
     assert tail == [
-        "FAIL dynamic_wi8_afp32 on host, output 'logits': "
-        "SQNR 18.2 dB, wanted at least 25.0 dB (worst sample x#7)",
-        "ERROR float32 on qemu:cortex-a53: the worker was killed by SIGILL",
+        "FAIL dynamic_wi8_afp32 on host, output 'logits': sqnr 18.2 dB, wanted at least 25 dB",
+        "    dynamic_wi8_afp32 on host, output 'logits': the largest step of the error is "
+        "quantization: 18.2 dB (float32 130.0, conversion 120.0)",
+        "ERROR float32 on qemu, outputs 'logits', '[mask]': the worker was killed by SIGILL",
+        "note float32 on host, output '[mask]': the same value in all samples",
         f"export done 12.3s, saved as '{output}' (6.2 MB), but parity FAIL",
         f"next: tpu2edge inspect '{output}'",
         f"      tpu2edge check '{output}'",
@@ -371,7 +367,10 @@ def test_export_and_check_print_one_json_document(
 
 
 def test_check_ends_with_one_line(
-    exported: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    exported: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["check", "out", "--quiet"])
-    assert capsys.readouterr().out.splitlines()[-1] == "check FAIL 12.3s, 3 outputs of 'out'"
+    output = tmp_path / "my out"
+    main(["check", str(output), "--quiet"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("FAIL dynamic_wi8_afp32 on host")
+    assert lines[-1] == f"check FAIL 12.3s, 5 outputs of '{output}'"
