@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 
 from tpu2edge.errors import ConversionError, LoweringError, Place, Tpu2EdgeError
 from tpu2edge.export import blame
+from tpu2edge.export.own_outputs import own_outputs
 from tpu2edge.export.program import TracedProgram
 from tpu2edge.export.rewrites import apply_rewrites
 from tpu2edge.types import LayerSource, Note, Progress, no_progress
@@ -73,7 +74,6 @@ def lower_programs(
         for traced in programs:
             progress("decompose")
             program = _decomposed(traced.program, toolkit, notes)
-            refuse_state(program)
             progress("lower")
             graphs.append(program.graph)
             for node in program.graph.nodes:
@@ -84,6 +84,10 @@ def lower_programs(
         try:
             merged = toolkit.converter.merge_modules(modules)
             merged = toolkit.to_tfl(merged, context)
+            if any(toolkit.is_by_reference(attr) for attr in constants.constant_cache.values()):
+                merged = toolkit.fold(merged, context, notes)
+            with context:
+                own_outputs(toolkit.ir, merged)
             progress("write")
             toolkit.converter.export_flatbuffer_to_file(_operation(merged), str(path))
         except Tpu2EdgeError:
@@ -110,6 +114,8 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
             program = fx_infra.safe_run_decompositions(
                 program, fx_infra.decomp.pre_convert_decomp(), can_skip=False
             )
+            # Before litert-torch's passes, which drop what is written to buffers without a word.
+            refuse_state(program)
         program = toolkit.convert_passes(program)
         _int32_ranges(program)
         program = fx_infra.safe_run_decompositions(
@@ -232,7 +238,7 @@ class _Toolkit:
     def __init__(self) -> None:
         os.environ.setdefault("LITERT_TORCH_SHOW_PROGRESS", "n")
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-        from litert_converter.mlir import passmanager
+        from litert_converter.mlir import ir, passmanager
         from litert_converter.mlir._mlir_libs import converter_api_ext
         from litert_torch import backend, fx_infra
         from litert_torch._convert import core, runtime_fold
@@ -246,6 +252,7 @@ class _Toolkit:
         self.inline_consts = inline_consts
         self.debuginfo = debuginfo
         self.converter = converter_api_ext
+        self.ir = ir
         self._passmanager = passmanager
         self._core = core
         self._runtime_fold = runtime_fold
@@ -323,8 +330,19 @@ class _Toolkit:
             self.converter.run_convert_to_tfl_passes(
                 module, self._passmanager.PassManager(), config
             )
-        # Constants that are handed over by reference are not folded by the converter itself.
-        return self._runtime_fold.runtime_fold(context, module, fold_dequantize=True)
+        return module
+
+    def is_by_reference(self, attribute: Any) -> bool:
+        return bool(self.ir.DenseResourceElementsAttr.isinstance(attribute))
+
+    def fold(self, module: Any, context: Any, notes: list[Note]) -> Any:
+        """Fold what depends on constants only; the converter does not where they are references."""
+        try:
+            return self._runtime_fold.runtime_fold(context, module, fold_dequantize=True)
+        except Exception as err:  # noqa: BLE001 - an optimisation: the file is right without it
+            text = f"{type(err).__name__}: {_first_line(err)}"
+            notes.append(Note(code="not-folded", text=f"constants were not folded: {text}"))
+            return module
 
 
 def _layer_name(node: torch.fx.Node) -> str | None:
@@ -339,7 +357,7 @@ def _layer_name(node: torch.fx.Node) -> str | None:
 
 def _lowering_error(err: Exception, node: torch.fx.Node) -> LoweringError:
     place = blame.place_of_node(node)
-    text = str(err).strip().splitlines()[0] if str(err).strip() else ""
+    text = _first_line(err)
     if "Lowering not found" in text:
         return LoweringError(
             f"LiteRT has no form of the operator {node.target}",
@@ -360,12 +378,16 @@ def _decomposition_error(err: Exception, program: ExportedProgram) -> LoweringEr
     if match:
         node = next((n for n in program.graph.nodes if n.name == match[1]), None)
         place = blame.place_of_node(node) if node is not None else None
-    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return LoweringError(
-        f"the program cannot be decomposed into core operators: {type(err).__name__}: {first[:300]}",
+        "the program cannot be decomposed into core operators: "
+        f"{type(err).__name__}: {_first_line(err)[:300]}",
         do="change this part of the model, or leave it out",
         place=place,
     )
+
+
+def _first_line(err: BaseException) -> str:
+    return next((line.strip() for line in str(err).splitlines() if line.strip()), "")
 
 
 _MLIR_ERROR = re.compile(r"(?P<file>[^\s\"']+\.py):(?P<line>\d+):\d+\)?: error: (?P<text>.+)")

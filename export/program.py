@@ -19,8 +19,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from tpu2edge.errors import DataError, ExportError, OptionError, Place, Tpu2EdgeError
-from tpu2edge.export import blame, names, oracle
-from tpu2edge.export.prepare import PreparedModule, prepare_module
+from tpu2edge.export import blame, half_precision, names, oracle
+from tpu2edge.export.prepare import prepare_module
 from tpu2edge.types import Array, Dim, Note, Signature, Tensors, TensorSpec
 
 __all__ = ["TracedProgram", "keep_global_state", "trace_module", "trace_program"]
@@ -176,6 +176,10 @@ def trace_module(
         tensors = _roomy(tensors, layout.names, dynamic or {})
         program = _export(flat, tensors, shapes)
     notes.extend(flat.seen.left_out)
+    half = half_precision.compute_in_float32(program)
+    if half:
+        text = f"{half} operators compute in half precision: they are computed in float32, and so is "
+        notes.append(Note(code="computed-in-float32", text=text + "what the file is compared with"))
     notes.extend(
         Note(code="baked-in", text=f"argument '{name}' is {value}: fixed in the file")
         for name, value in layout.constants.items()
@@ -188,7 +192,7 @@ def trace_module(
         dynamic or {},
         signature_name,
         notes,
-        prepared,
+        None if half else prepared.module,
         layout,
         tensors,
     )
@@ -210,16 +214,13 @@ def trace_program(
     args, kwargs = program.example_inputs
     module = program.module()
     layout = names.call_layout(module.forward, tuple(args), dict(kwargs))
-    notes: list[Note] = []
-    wrapped = trace_module(
+    return trace_module(
         module,
         tuple(args),
         dict(kwargs),
         dynamic=_dims_of(program, layout.names),
         signature_name=signature_name,
     )
-    notes.append(Note(code="program", text="the source is a saved program: eager is that program"))
-    return wrapped
 
 
 # ---------------------------------------------------------------------------------------- export
@@ -339,7 +340,7 @@ def _traced(
     dynamic: Mapping[str, Mapping[int, Dim]],
     signature_name: str,
     notes: list[Note],
-    prepared: PreparedModule,
+    eager: nn.Module | None,
     layout: names.CallLayout,
     tensors: tuple[torch.Tensor, ...],
 ) -> TracedProgram:
@@ -388,7 +389,7 @@ def _traced(
         },
         notes=tuple(notes),
         constant_outputs=frozenset(_independent_outputs(program, output_names)),
-        _eager=prepared.module,
+        _eager=eager,
         _layout=layout,
         _oracle=oracle.Oracle(program),
     )
