@@ -9,25 +9,37 @@ torch module behind each LiteRT tensor, are put into the file on the way.
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch.export import ExportedProgram
 
-from tpu2edge.errors import ConversionError, LoweringError, Place, Tpu2EdgeError
+from tpu2edge.errors import (
+    ConversionError,
+    DeviceError,
+    LoweringError,
+    Place,
+    Tpu2EdgeError,
+    error_from_json,
+)
 from tpu2edge.export import blame
 from tpu2edge.export.own_outputs import own_outputs
-from tpu2edge.export.program import TracedProgram
 from tpu2edge.export.rewrites import apply_rewrites
-from tpu2edge.types import LayerSource, Note, Progress, no_progress
+from tpu2edge.types import LayerSource, Note, Progress, Signature, no_progress
 
-__all__ = ["Lowered", "lower_programs"]
+__all__ = ["Lowered", "Loweree", "lower_isolated", "lower_programs"]
 
 # Constants of at least this many bytes are handed to the converter by reference (its
 # "lightweight" mode), which keeps the peak near one copy of the weights instead of three.
@@ -53,8 +65,79 @@ class Lowered:
     notes: tuple[Note, ...] = ()
 
 
+class Loweree(NamedTuple):
+    """All that lowering needs to know of a traced program."""
+
+    program: ExportedProgram
+    signature: Signature
+
+
+def lower_isolated(
+    programs: Sequence[Loweree],
+    path: Path,
+    *,
+    log: IO[bytes] | None = None,
+    progress: Progress = no_progress,
+) -> Lowered:
+    """As :func:`lower_programs`, in a process of its own: what kills the converter ends only that.
+
+    Raises:
+        DeviceError: the process died; the message says at which step and by what.
+    """
+    with tempfile.TemporaryDirectory(prefix="tpu2edge-") as name:
+        folder = Path(name)
+        progress("hand over to the converter")
+        for index, loweree in enumerate(programs):
+            torch.export.save(loweree.program, folder / f"{index:03d}.pt2")
+            (folder / f"{index:03d}.json").write_text(json.dumps(loweree.signature.to_json()))
+        command = [sys.executable, "-P", "-m", "tpu2edge.export.lower_child", name, str(path)]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log if log is not None else subprocess.DEVNULL,
+        ) as child:
+            try:
+                stage, last = _follow(child, progress)
+            except BaseException:
+                child.kill()
+                raise
+        return _outcome(last, child.returncode, stage, path)
+
+
+def _follow(child: subprocess.Popen[bytes], progress: Progress) -> tuple[str, dict[str, Any]]:
+    stage, last = "start", dict[str, Any]()
+    assert child.stdout is not None
+    for line in child.stdout:
+        last = json.loads(line)
+        if last["event"] == "stage":
+            stage = last["stage"]
+            progress(stage, last["done"], last["total"])
+    return stage, last
+
+
+def _outcome(last: dict[str, Any], status: int, stage: str, path: Path) -> Lowered:
+    kind = last.pop("event", None)
+    if kind == "error":
+        raise error_from_json(last)
+    if kind != "result":
+        how = f"exit status {status}"
+        if status < 0:
+            how = f"signal {signal.Signals(-status).name}"
+        raise DeviceError(
+            f"the converter's process died by {how} at the step '{stage}'",
+            do="see the log; if the model is large, the machine may be out of memory",
+            step=stage,
+        )
+    return Lowered(
+        path=path,
+        nodes={name: LayerSource(**source) for name, source in last["nodes"].items()},
+        notes=tuple(Note(code=code, text=text) for code, text in last["notes"]),
+    )
+
+
 def lower_programs(
-    programs: Sequence[TracedProgram], path: Path, *, progress: Progress = no_progress
+    programs: Sequence[Loweree], path: Path, *, progress: Progress = no_progress
 ) -> Lowered:
     """Write the programs as the signatures of one file; weights they share are stored once.
 
@@ -79,7 +162,7 @@ def lower_programs(
             for node in program.graph.nodes:
                 if node.op == "call_function":
                     nodes.setdefault(node.name, blame.source_of_node(node))
-            modules.append(toolkit.mlir(program, traced, context, constants))
+            modules.append(toolkit.mlir(program, traced.signature, context, constants))
         progress("convert")
         try:
             merged = toolkit.converter.merge_modules(modules)
@@ -130,8 +213,6 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
 
 def _shallow(program: ExportedProgram) -> ExportedProgram:
     """A program of its own graph and dictionaries, but the same tensors."""
-    import copy
-
     return ExportedProgram(
         root=program.graph_module,
         graph=copy.deepcopy(program.graph),
@@ -295,7 +376,7 @@ class _Toolkit:
             yield
 
     def mlir(
-        self, program: ExportedProgram, traced: TracedProgram, context: Any, constants: Any
+        self, program: ExportedProgram, signature: Signature, context: Any, constants: Any
     ) -> Any:
         """The program as an MLIR module that carries the signature's names."""
         # Every constant owns contiguous memory: see prepare.py on litert-torch#1238.
@@ -313,9 +394,9 @@ class _Toolkit:
             )
         self.converter.set_signature(
             lowered.module.operation,
-            signature_name=traced.signature.name,
-            input_names=[spec.name for spec in traced.signature.inputs],
-            output_names=[spec.name for spec in traced.signature.outputs],
+            signature_name=signature.name,
+            input_names=[spec.name for spec in signature.inputs],
+            output_names=[spec.name for spec in signature.outputs],
         )
         return lowered.module
 
@@ -333,7 +414,7 @@ class _Toolkit:
         return module
 
     def is_by_reference(self, attribute: Any) -> bool:
-        return bool(self.ir.DenseResourceElementsAttr.isinstance(attribute))
+        return isinstance(attribute, self.ir.DenseResourceElementsAttr)
 
     def fold(self, module: Any, context: Any, notes: list[Note]) -> Any:
         """Fold what depends on constants only; the converter does not where they are references."""

@@ -168,8 +168,8 @@ def export_model(
     """Export ``module`` to a folder of checked LiteRT files and give the verified bundle.
 
     Safe to call inside a training loop: the module, its mode, its weights, its devices, the random
-    generators and the grad mode are as before afterwards, and everything that runs a ``.tflite``
-    does so in a process of its own.
+    generators and the grad mode are as before afterwards; the converter, the quantizer and all that
+    runs a ``.tflite`` have processes of their own, so what kills them does not kill the training.
 
     Args:
         module: a torch module on any device and in any mode, or an ExportedProgram.
@@ -213,6 +213,7 @@ def export_model(
         progress=_Stages(progress),
         on_note=on_note,
         log_path=log_path,
+        isolate=True,
     )
     bundles.refuse_existing(job.output, force=force)
 
@@ -267,6 +268,7 @@ def export_source(
         progress=_Stages(progress),
         on_note=on_note,
         log_path=log_path,
+        isolate=False,
     )
     bundles.refuse_existing(request.output, force=request.force)
     dynamic = parse_dynamic(request.dynamic)
@@ -524,6 +526,7 @@ class _Job:
     progress: _Stages
     on_note: NoteSink | None
     log_path: Path | None
+    isolate: bool  # convert in a process of its own; the command line's job is one already
     notes: list[Note] = field(default_factory=list)
 
     def check_budgets(self) -> None:
@@ -558,7 +561,7 @@ class _Job:
         with (
             bundles.staged(self.output, force=self.force) as folder,
             _log_stream(self.log_path or folder / "log.txt") as log,
-            _quiet(None if self.log_path else log),
+            _warnings_to(log),
         ):
             self.progress("trace")
             program: TracedProgram = traced()
@@ -566,7 +569,7 @@ class _Job:
             samples: _Data = data(program)
             self._say(samples.notes)
             reference, oracle = self._references(folder, program, samples, provenance)
-            base, nodes = self._lower(folder, program)
+            base, nodes = self._lower(folder, program, log)
             report, models = self._family(
                 folder, program, base, nodes, reference, oracle, log
             )
@@ -611,11 +614,17 @@ class _Job:
             self._say([Note(code="oracle-exception", text=text)])
         return main.close(), side.close()
 
-    def _lower(self, folder: Path, program: TracedProgram) -> tuple[Path, dict[str, Any]]:
-        from tpu2edge.export.lower import lower_programs
+    def _lower(
+        self, folder: Path, program: TracedProgram, log: IO[bytes]
+    ) -> tuple[Path, dict[str, Any]]:
+        from tpu2edge.export.lower import Loweree, lower_isolated, lower_programs
 
         base = folder / "model.float32.tflite"
-        lowered = lower_programs([program], base, progress=self.progress)
+        loweree = Loweree(program.program, program.signature)
+        if self.isolate:
+            lowered = lower_isolated([loweree], base, log=log, progress=self.progress)
+        else:
+            lowered = lower_programs([loweree], base, progress=self.progress)
         self._say(lowered.notes)
         return base, dict(lowered.nodes)
 
@@ -974,31 +983,13 @@ def _log_stream(path: Path | None) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def _quiet(log: IO[bytes] | None) -> Iterator[None]:
-    """Send what this process writes to descriptors 1 and 2 to ``log``, where third parties chatter.
+def _warnings_to(log: IO[bytes]) -> Iterator[None]:
+    """Python warnings that torch raises while it traces go to the log, not to the user's stderr."""
 
-    Only for callers that have no log of their own (the command line's child has its descriptors
-    on the log from the start).
-    """
-    if log is None:
+    def show(message: Any, category: Any, file: str, line: int, *_: Any) -> None:
+        log.write(warnings.formatwarning(message, category, file, line).encode())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.showwarning = show
         yield
-        return
-    import sys
-
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = [os.dup(1), os.dup(2)]
-    try:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("default")
-            yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for descriptor, target in zip(saved, (1, 2), strict=True):
-            os.dup2(descriptor, target)
-            os.close(descriptor)
-
-
