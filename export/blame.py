@@ -25,7 +25,11 @@ _WRAPPER_ATTRIBUTE = "inner"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
 _LIBRARIES = tuple(
     str(Path(path).resolve()) + os.sep
-    for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")}
+    for path in {
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        sysconfig.get_path("stdlib"),
+    }
     if path
 )
 _OWN = str(Path(__file__).resolve().parent) + os.sep
@@ -102,7 +106,9 @@ def place_of_exception(error: BaseException, module: nn.Module) -> Place:
 
 def _frames(error: BaseException) -> list[tuple[Any, int]]:
     chain: list[BaseException] = [error]
-    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
+    while (
+        inner := chain[-1].__cause__ or chain[-1].__context__
+    ) is not None and inner not in chain:
         chain.append(inner)
     frames: list[tuple[Any, int]] = []
     for one in chain:

@@ -20,7 +20,10 @@ def own_outputs(ir: Any, module: Any) -> int:
         if function.operation.name != "func.func":
             continue
         attributes = function.operation.attributes
-        if "tf.entry_function" not in attributes and "tf_saved_model.exported_names" not in attributes:
+        if (
+            "tf.entry_function" not in attributes
+            and "tf_saved_model.exported_names" not in attributes
+        ):
             continue
         block = function.operation.regions[0].blocks[0]
         terminator = block.operations[len(block.operations) - 1].operation
@@ -61,6 +64,6 @@ def _reshape(ir: Any, value: Any, shape: list[int], result: Any) -> Any:
     constant = ir.Operation.create(
         "arith.constant", results=[shape_type], attributes={"value": elements}
     ).results[0]
-    return ir.Operation.create(
-        "tfl.reshape", results=[result], operands=[value, constant]
-    ).results[0]
+    return ir.Operation.create("tfl.reshape", results=[result], operands=[value, constant]).results[
+        0
+    ]

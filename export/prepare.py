@@ -183,7 +183,9 @@ class _TensorStore:
 
     def notes(self) -> Iterator[Note]:
         for device, paths in sorted(self._moved.items()):
-            yield Note(code="moved-to-cpu", text=f"{_count(paths)} brought from {device} to the CPU")
+            yield Note(
+                code="moved-to-cpu", text=f"{_count(paths)} brought from {device} to the CPU"
+            )
         if self._gathered:
             yield Note(code="gathered", text=f"{_count(self._gathered)} gathered from their shards")
         for dtype, paths in sorted(self._cast.items()):
@@ -291,8 +293,6 @@ def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
     return ""
 
 
-
-
 def weights_digest(module: nn.Module) -> str:
     """sha256 over the names, types, shapes and bytes of all parameters and buffers, in name order.
 
@@ -303,7 +303,9 @@ def weights_digest(module: nn.Module) -> str:
     for name, tensor in sorted(inner.state_dict().items()):
         if not isinstance(tensor, torch.Tensor):
             continue
-        clean = ".".join(p for p in name.split(".") if p not in ("_orig_mod", "_fsdp_wrapped_module"))
+        clean = ".".join(
+            p for p in name.split(".") if p not in ("_orig_mod", "_fsdp_wrapped_module")
+        )
         gather = getattr(tensor, "full_tensor", None)
         value = (gather() if gather is not None else tensor).detach().cpu().contiguous()
         digest.update(f"{clean}|{value.dtype}|{tuple(value.shape)}|".encode())

@@ -169,7 +169,8 @@ def trace_module(
         layout = names.call_layout(prepared.module.forward, args, kwargs or {})
         notes = list(prepared.notes)
         tensors = tuple(
-            _edge_input(name, t, notes) for name, t in zip(layout.names, layout.tensors, strict=True)
+            _edge_input(name, t, notes)
+            for name, t in zip(layout.names, layout.tensors, strict=True)
         )
         flat = _Flat(prepared.module, layout).eval()
         shapes = _dynamic_shapes(layout.names, tensors, dynamic or {})
@@ -178,7 +179,9 @@ def trace_module(
     notes.extend(flat.seen.left_out)
     half = half_precision.compute_in_float32(program)
     if half:
-        text = f"{half} operators compute in half precision: they are computed in float32, and so is "
+        text = (
+            f"{half} operators compute in half precision: they are computed in float32, and so is "
+        )
         notes.append(Note(code="computed-in-float32", text=text + "what the file is compared with"))
     notes.extend(
         Note(code="baked-in", text=f"argument '{name}' is {value}: fixed in the file")
@@ -259,7 +262,9 @@ def _dynamic_shapes(
         return None
     for name, axes in dynamic.items():
         if name not in input_names:
-            raise OptionError(f"--dynamic names no input '{name}'", do=f"inputs: {list(input_names)}")
+            raise OptionError(
+                f"--dynamic names no input '{name}'", do=f"inputs: {list(input_names)}"
+            )
         rank = tensors[input_names.index(name)].dim()
         for axis in axes:
             if not 0 <= axis < rank:
@@ -375,9 +380,7 @@ def _traced(
                 )
             )
         outputs.append(
-            TensorSpec(
-                name=name, shape=_symbolic(value.shape, dims), dtype=EDGE_DTYPES[dtype]
-            )
+            TensorSpec(name=name, shape=_symbolic(value.shape, dims), dtype=EDGE_DTYPES[dtype])
         )
     return TracedProgram(
         program=program,
@@ -456,9 +459,7 @@ def _output_values(program: ExportedProgram) -> list[torch.Tensor]:
     return [node.meta["val"] for node in flat[len(flat) - count :]]
 
 
-def _independent_outputs(
-    program: ExportedProgram, output_names: Sequence[str]
-) -> Iterator[str]:
+def _independent_outputs(program: ExportedProgram, output_names: Sequence[str]) -> Iterator[str]:
     """Names of outputs that no user input reaches."""
     reached: set[torch.fx.Node] = set(_user_inputs(program))
     for node in program.graph.nodes:
@@ -495,7 +496,11 @@ def check_constants(program: ExportedProgram) -> None:
         if node.op != "call_function" or not _is_int64(node):
             continue
         for value in _literals(node):
-            if isinstance(value, int) and not _INT32.min <= value <= _INT32.max and abs(value) < 2**62:
+            if (
+                isinstance(value, int)
+                and not _INT32.min <= value <= _INT32.max
+                and abs(value) < 2**62
+            ):
                 raise ExportError(
                     f"the number {value} beside an int64 tensor does not fit into int32",
                     do="keep values within 32 bits; LiteRT files are exported with 32-bit integers",

@@ -17,9 +17,7 @@ __all__ = ["quantize_file"]
 _CHILD = Path(__file__).with_name("child.py")
 
 
-def quantize_file(
-    source: Path, target: Path, recipe: str, *, log: IO[bytes] | None = None
-) -> None:
+def quantize_file(source: Path, target: Path, recipe: str, *, log: IO[bytes] | None = None) -> None:
     """Write to ``target`` what ``recipe`` makes of the float file ``source``.
 
     Raises:
@@ -28,9 +26,21 @@ def quantize_file(
         DeviceError: the quantizer's process died.
     """
     info = known_recipe(recipe)
-    command = [sys.executable, "-u", str(_CHILD), str(source), str(target), recipe, info.upstream or ""]
+    command = [
+        sys.executable,
+        "-u",
+        str(_CHILD),
+        str(source),
+        str(target),
+        recipe,
+        info.upstream or "",
+    ]
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=False, stdin=subprocess.DEVNULL
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
     if log is not None:
         log.write(done.stderr)

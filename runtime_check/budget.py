@@ -35,7 +35,9 @@ _METRICS: dict[str, tuple[str, str, bool]] = {
     "top1": ("top1", ">=", False),
     "mismatch": ("mismatch", "<=", False),
 }
-_BOUND = re.compile(r"^\s*(?P<metric>[a-z0-9_]+)\s*(?P<op>>=|<=)\s*(?P<value>[-+0-9.eE]+)\s*(?P<unit>dB|%)?\s*$")
+_BOUND = re.compile(
+    r"^\s*(?P<metric>[a-z0-9_]+)\s*(?P<op>>=|<=)\s*(?P<value>[-+0-9.eE]+)\s*(?P<unit>dB|%)?\s*$"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +177,9 @@ def _parse_one(text: str) -> tuple[str | None, tuple[Bound, ...], bool]:
         elif part.strip():
             bounds.append(_parse_bound(part))
     if not bounds and not allows:
-        raise OptionError(f"--budget '{text}' holds no bound", do="write e.g. sqnr>=30dB,top1>=0.99")
+        raise OptionError(
+            f"--budget '{text}' holds no bound", do="write e.g. sqnr>=30dB,top1>=0.99"
+        )
     return name, tuple(bounds), allows
 
 
@@ -201,7 +205,9 @@ def _parse_bound(text: str) -> Bound:
     try:
         value = float(match["value"])
     except ValueError:
-        raise OptionError(f"--budget: '{match['value']}' is no number", do="write e.g. 30") from None
+        raise OptionError(
+            f"--budget: '{match['value']}' is no number", do="write e.g. 30"
+        ) from None
     unit = match["unit"]
     if unit == "dB" and not metric.startswith("sqnr"):
         raise OptionError(f"--budget: {metric} has no dB", do=f"write {metric}{expected}NUMBER")

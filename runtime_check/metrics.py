@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from tpu2edge.types import Array
 
-__all__ = ["OutputMetrics", "OutputMeter", "cosine", "sqnr_db"]
+__all__ = ["OutputMeter", "OutputMetrics", "cosine", "sqnr_db"]
 
 _POWER_FLOOR = 1e-8  # of the mean signal power over the samples
 
@@ -155,9 +155,29 @@ class OutputMeter:
         if self._first is None or self._first_candidate is None:
             self._first, self._first_candidate = ref.reshape(-1)[:1], got.reshape(-1)[:1]
         if self.reference_constant:
-            self.reference_constant = bool(np.array_equal(ref, np.broadcast_to(self._first, ref.shape), equal_nan=ref.dtype.kind == "f")) if ref.size else True
+            self.reference_constant = (
+                bool(
+                    np.array_equal(
+                        ref,
+                        np.broadcast_to(self._first, ref.shape),
+                        equal_nan=ref.dtype.kind == "f",
+                    )
+                )
+                if ref.size
+                else True
+            )
         if self.candidate_constant:
-            self.candidate_constant = bool(np.array_equal(got, np.broadcast_to(self._first_candidate, got.shape), equal_nan=got.dtype.kind == "f")) if got.size else True
+            self.candidate_constant = (
+                bool(
+                    np.array_equal(
+                        got,
+                        np.broadcast_to(self._first_candidate, got.shape),
+                        equal_nan=got.dtype.kind == "f",
+                    )
+                )
+                if got.size
+                else True
+            )
 
     def _watch_patterns(self, sample: str, ref: NDArray[Any], got: NDArray[Any]) -> None:
         if self.pattern_fault is not None:

@@ -28,7 +28,14 @@ from tpu2edge.types import (
     no_progress,
 )
 
-__all__ = ["REPORT_FORMAT_VERSION", "CaseReport", "ErrorSplit", "ParityReport", "Reason", "check_model"]
+__all__ = [
+    "REPORT_FORMAT_VERSION",
+    "CaseReport",
+    "ErrorSplit",
+    "ParityReport",
+    "Reason",
+    "check_model",
+]
 
 # 1 (2026-11-30): first version.
 REPORT_FORMAT_VERSION = 1
@@ -273,7 +280,8 @@ def check_model(
             }
     except DeviceError as error:
         return ParityReport(
-            cases=cases.all(Verdict.ERROR, Reason(code="device", text=str(error))), **head
+            cases=cases.all(Verdict.ERROR, Reason(code=f"device-{error.step}", text=str(error))),
+            **head,
         )
     return ParityReport(
         cases=tuple(cases.judge(meters[name], name, constant) for name in names),
@@ -571,5 +579,3 @@ def _flags(
         yield Reason(
             code="flag-constant", text="the same value in all samples: this output proves little"
         )
-
-

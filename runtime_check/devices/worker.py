@@ -118,7 +118,10 @@ class _Model:
         resized = False
         for name, array in stacked.items():
             index, shape = inputs[name]["index"], list(array.shape[1:])
-            if list(interpreter.get_input_details()[_position(interpreter, index)]["shape"]) != shape:
+            if (
+                list(interpreter.get_input_details()[_position(interpreter, index)]["shape"])
+                != shape
+            ):
                 interpreter.resize_tensor_input(index, shape, strict=True)
                 resized = True
         if resized:

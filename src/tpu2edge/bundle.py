@@ -92,7 +92,9 @@ def load_bundle(path: Path | str, *, verify: bool = True) -> Bundle:
             do="give a folder made by `tpu2edge export`",
         ) from err
     except (OSError, ValueError) as err:
-        raise BundleError(f"'{folder}' is damaged: manifest.json: {err}", do="export again") from err
+        raise BundleError(
+            f"'{folder}' is damaged: manifest.json: {err}", do="export again"
+        ) from err
     if manifest.get("kind") != "tpu2edge-bundle":
         raise BundleError(f"'{folder}' is no bundle", do="give a folder made by `tpu2edge export`")
     if manifest["format_version"] > FORMAT_VERSION:

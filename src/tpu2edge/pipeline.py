@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from tpu2edge import bundle as bundles
 from tpu2edge.bundle import Bundle, load_bundle
-from tpu2edge.errors import BundleError, DataError, OptionError, Tpu2EdgeError
+from tpu2edge.errors import BundleError, DataError, OptionError, Place, Tpu2EdgeError
 from tpu2edge.files import canonical_json, sha256_of, write_atomically
 from tpu2edge.types import (
     Dim,
@@ -570,9 +570,7 @@ class _Job:
             self._say(samples.notes)
             reference, oracle = self._references(folder, program, samples, provenance)
             base, nodes = self._lower(folder, program, log)
-            report, models = self._family(
-                folder, program, base, nodes, reference, oracle, log
-            )
+            report, models = self._family(folder, program, base, nodes, reference, oracle, log)
             self._write(folder, program, report, models, nodes, provenance, started)
             if self.log_path is not None:
                 log.flush()
@@ -671,6 +669,8 @@ class _Job:
                     log=log,
                     progress=self.progress,
                 )
+                if recipe == "float32" and device == "host":
+                    _refuse_unrunnable(report, file, nodes)
                 if recipe in self.recipes:
                     reports.append(report)
             if keep is not None and float_outputs is None and (keep / "manifest.json").is_file():
@@ -743,6 +743,67 @@ def _tested_model(file: Path, signature: Signature, recipe: str) -> EdgeModel:
         sha256=sha256_of(file),
         size_bytes=file.stat().st_size,
     )
+
+
+_NO_KERNEL = re.compile(r"[Dd]idn't find op for builtin opcode '(?P<op>\w+)'")
+_NODE_FAILED = re.compile(r"Node number (?P<node>\d+) \((?P<op>\w+)\) failed to (?P<what>\w+)")
+_CUSTOM = re.compile(r"Encountered unresolved custom op: (?P<op>[\w.]+)")
+
+
+def _refuse_unrunnable(report: ParityReport, file: Path, nodes: Mapping[str, Any]) -> None:
+    """Turn LiteRT's refusal of a file that was just converted into words about the model.
+
+    Raises:
+        LoweringError: an operator of the float file has no kernel, or its kernel refuses it.
+    """
+    from tpu2edge.errors import LoweringError
+
+    reason = next(
+        (r for case in report.cases for r in case.reasons if r.code.startswith("device-")), None
+    )
+    if reason is None:
+        return
+    missing = _NO_KERNEL.search(reason.text) or _CUSTOM.search(reason.text)
+    failed = _NODE_FAILED.search(reason.text)
+    if missing:
+        raise LoweringError(
+            f"LiteRT has no kernel for {missing['op']}, which the model was converted to",
+            do="replace this part of the model by operators that LiteRT has, or leave it out",
+            place=_place_in_file(file, nodes, missing["op"], None),
+            step="check",
+        )
+    if failed:
+        raise LoweringError(
+            f"LiteRT cannot {failed['what']} the operator {failed['op']} of the converted file: "
+            f"{reason.text.splitlines()[0]}",
+            do="replace this part of the model by an equal form, or leave it out",
+            place=_place_in_file(file, nodes, failed["op"], int(failed["node"])),
+            step="check",
+        )
+
+
+def _place_in_file(
+    file: Path, nodes: Mapping[str, Any], op: str, index: int | None
+) -> Place | None:
+    from tpu2edge.flatbuffer import read_tflite
+
+    for graph in read_tflite(file).subgraphs:
+        for operator in graph.operators:
+            if operator.name != op or index not in (None, operator.index):
+                continue
+            # An output of the signature has no layer's name of its own: then the inputs tell.
+            tensors = [
+                graph.tensors[i].name for i in (*operator.outputs, *operator.inputs) if i >= 0
+            ]
+            for sources in bundles.layers_of_tensors(tensors, nodes).values():
+                source = sources[0]
+                return Place(
+                    module=source["module"],
+                    op=source["op"],
+                    file=source.get("file"),
+                    line=source.get("line"),
+                )
+    return None
 
 
 def _refuse_unchanged(base: Path, file: Path, recipe: str) -> None:
@@ -856,8 +917,6 @@ def _host(value: Any) -> Any:
 
 def _edge_array(array: Any, spec: TensorSpec, sample: str) -> Any:
     import numpy as np
-
-    from tpu2edge.errors import Place
 
     dtype = np.dtype(spec.dtype)
     fits = array.ndim == len(spec.shape) and all(
