@@ -268,7 +268,8 @@ class _Int32Range:
         self.__name__ = "arange_int32"
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return aten._to_copy.default(self.op(*args, **kwargs), dtype=torch.int32)
+        result: torch.Tensor = aten._to_copy.default(self.op(*args, **kwargs), dtype=torch.int32)
+        return result
 
 
 def refuse_state(program: ExportedProgram) -> None:
@@ -340,7 +341,8 @@ class _Toolkit:
         self._torch_tfl = torch_tfl
 
     def convert_passes(self, program: ExportedProgram) -> ExportedProgram:
-        return self._core._run_convert_passes(program)
+        result: ExportedProgram = self._core._run_convert_passes(program)
+        return result
 
     def lowering_decompositions(self) -> Any:
         # Not `table | {…}`: that gives a plain dict without the composite operators of the table.
@@ -368,7 +370,7 @@ class _Toolkit:
 
         with (
             mock.patch.object(export, "LoweringInterpreter", Interpreter),
-            mock.patch.object(export, "_convert_i64_to_i32", lambda program: False),
+            mock.patch.object(export, "_convert_i64_to_i32", return_value=False),
             mock.patch.object(self.inline_consts, "_clamp_inf_values", lambda tensor: tensor),
             mock.patch.object(self.debuginfo, "build_mlir_debuginfo", _layer_name),
         ):

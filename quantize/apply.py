@@ -36,11 +36,7 @@ def quantize_file(source: Path, target: Path, recipe: str, *, log: IO[bytes] | N
         info.upstream or "",
     ]
     done = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        check=False,
-        stdin=subprocess.DEVNULL,
+        command, capture_output=True, check=False, stdin=subprocess.DEVNULL
     )
     if log is not None:
         log.write(done.stderr)

@@ -12,6 +12,7 @@ import sys
 
 
 def main() -> None:
+    """Quantize, and say how it went."""
     source, target, name, upstream = sys.argv[1:5]
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the library prints to stdout

@@ -253,7 +253,7 @@ def check_model(
         raise OptionError(f"--budget names no output {unknown}", do=f"outputs: {names}")
     constant = constant_outputs | budget.may_be_constant
     cases = _Cases(model, device, expected, budget)
-    head = {
+    head: dict[str, Any] = {
         "reference": reference.describe(),
         "data_kind": str(reference.data.get("kind", "unknown")),
         "samples": len(reference),

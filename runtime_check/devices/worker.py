@@ -154,7 +154,9 @@ class _Model:
         for name, array in stacked.items():
             fixed = [int(s) for s in inputs[name]["shape_signature"]]
             given = list(array.shape[1:])
-            if len(fixed) != len(given) or any(f not in (-1, g) for f, g in zip(fixed, given)):
+            if len(fixed) != len(given) or any(
+                f not in (-1, g) for f, g in zip(fixed, given, strict=False)
+            ):
                 raise ValueError(f"input '{name}': shape {given} given, {fixed} expected")
         results: dict = {name: [] for name in outputs}
         first = 0.0
@@ -185,6 +187,7 @@ def _spec(name: str, details: dict) -> dict:
 
 
 def main() -> None:
+    """Answer requests until stdin ends."""
     import ai_edge_litert
 
     _send(

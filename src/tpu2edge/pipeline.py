@@ -1037,7 +1037,7 @@ def _versions() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _log_stream(path: Path | None) -> Iterator[IO[bytes]]:
-    with open(path or os.devnull, "ab") as stream:
+    with Path(path or os.devnull).open("ab") as stream:
         yield stream
 
 
@@ -1045,8 +1045,10 @@ def _log_stream(path: Path | None) -> Iterator[IO[bytes]]:
 def _warnings_to(log: IO[bytes]) -> Iterator[None]:
     """Python warnings that torch raises while it traces go to the log, not to the user's stderr."""
 
-    def show(message: Any, category: Any, file: str, line: int, *_: Any) -> None:
-        log.write(warnings.formatwarning(message, category, file, line).encode())
+    def show(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        log.write(warnings.formatwarning(message, category, filename, lineno).encode())
 
     with warnings.catch_warnings():
         warnings.simplefilter("default")
