@@ -414,5 +414,3 @@ def _place_by_line(graphs: Sequence[torch.fx.Graph], file: str, line: int) -> Pl
             if wanted in (node.meta.get("stack_trace") or ""):
                 return blame.place_of_node(node)
     return Place(file=file, line=line)
-
-

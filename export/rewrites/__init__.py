@@ -41,5 +41,7 @@ def apply_rewrites(program: ExportedProgram, notes: list[Note]) -> ExportedProgr
     for rewrite in REWRITES:
         count = rewrite.apply(program)
         if count:
-            notes.append(Note(code=f"rewrite-{rewrite.name}", text=f"{rewrite.name}: {count} places"))
+            notes.append(
+                Note(code=f"rewrite-{rewrite.name}", text=f"{rewrite.name}: {count} places")
+            )
     return program

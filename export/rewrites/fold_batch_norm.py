@@ -104,9 +104,7 @@ def _only_here(program: ExportedProgram, node: Any, targets: dict[str, str]) -> 
     return uses == 1
 
 
-def _constant(
-    program: ExportedProgram, node: Any, targets: dict[str, str]
-) -> torch.Tensor | None:
+def _constant(program: ExportedProgram, node: Any, targets: dict[str, str]) -> torch.Tensor | None:
     if not isinstance(node, torch.fx.Node) or node.op != "placeholder" or node.name not in targets:
         return None
     target = targets[node.name]

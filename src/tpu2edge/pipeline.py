@@ -567,9 +567,7 @@ class _Job:
             self._say(samples.notes)
             reference, oracle = self._references(folder, program, samples, provenance)
             base, nodes = self._lower(folder, program)
-            report, models = self._family(
-                folder, program, base, nodes, reference, oracle, log
-            )
+            report, models = self._family(folder, program, base, nodes, reference, oracle, log)
             self._write(folder, program, report, models, nodes, provenance, started)
             if self.log_path is not None:
                 log.flush()
@@ -1000,5 +998,3 @@ def _quiet(log: IO[bytes] | None) -> Iterator[None]:
         for descriptor, target in zip(saved, (1, 2), strict=True):
             os.dup2(descriptor, target)
             os.close(descriptor)
-
-
