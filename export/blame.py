@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import os
 import re
-import sys
 import sysconfig
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +42,7 @@ def module_path(node: torch.fx.Node) -> str:
 
 
 def strip_wrapper(path: str) -> str:
-    """``path`` as the user knows it, without the tracing wrapper and torch.export's own prefixes."""
+    """``path`` as the user knows it, without the tracing wrapper and torch.export's prefixes."""
     path = path.removeprefix("L['self'].").removeprefix("L__self___").split("@")[0]
     if path == _WRAPPER_ATTRIBUTE:
         return ""
@@ -125,8 +124,8 @@ def _is_library(file: str) -> bool:
 
 
 def _is_torch(file: str) -> bool:
-    home = os.path.dirname(sys.modules["torch"].__file__ or "")
-    return bool(home) and file.startswith(home + os.sep)
+    home = Path(torch.__file__ or "").parent
+    return file.startswith(f"{home}{os.sep}")
 
 
 def _shown(file: str) -> str:

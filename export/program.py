@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ class TracedProgram:
     _oracle: oracle.Oracle
 
     def eager(self, inputs: Tensors) -> dict[str, Array]:
-        """The user's module in float32 on one sample: arrays by output name, in the program's types.
+        """The user's module in float32 on one sample: arrays by name, in the program's types.
 
         Raises:
             ExportError: the module raises on this sample, or returns other outputs than traced.
@@ -169,8 +169,8 @@ def trace_module(
         layout = names.call_layout(prepared.module.forward, args, kwargs or {})
         notes = list(prepared.notes)
         tensors = tuple(
-            _edge_input(name, t, notes)
-            for name, t in zip(layout.names, layout.tensors, strict=True)
+            _edge_input(name, tensor, notes)
+            for name, tensor in zip(layout.names, layout.tensors, strict=True)
         )
         flat = _Flat(prepared.module, layout).eval()
         shapes = _dynamic_shapes(layout.names, tensors, dynamic or {})
@@ -217,13 +217,15 @@ def trace_program(
     args, kwargs = program.example_inputs
     module = program.module()
     layout = names.call_layout(module.forward, tuple(args), dict(kwargs))
-    return trace_module(
+    wrapped = trace_module(
         module,
         tuple(args),
         dict(kwargs),
         dynamic=_dims_of(program, layout.names),
         signature_name=signature_name,
     )
+    note = Note(code="program", text="the source is a saved program: eager is that program")
+    return replace(wrapped, notes=(note, *wrapped.notes))
 
 
 # ---------------------------------------------------------------------------------------- export
@@ -450,7 +452,8 @@ def _user_inputs(program: ExportedProgram) -> list[torch.fx.Node]:
 
 
 def _output_node(program: ExportedProgram) -> torch.fx.Node:
-    return next(node for node in reversed(program.graph.nodes) if node.op == "output")
+    node: torch.fx.Node = next(n for n in reversed(program.graph.nodes) if n.op == "output")
+    return node
 
 
 def _output_values(program: ExportedProgram) -> list[torch.Tensor]:
@@ -544,7 +547,7 @@ def keep_global_state() -> Iterator[None]:
     default = torch.get_default_dtype()
     numpy_state, python_state = np.random.get_state(), random.getstate()
     grad = torch.is_grad_enabled()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
         with torch.random.fork_rng(devices=devices):
             yield

@@ -569,7 +569,7 @@ class _Job:
             samples: _Data = data(program)
             self._say(samples.notes)
             reference, oracle = self._references(folder, program, samples, provenance)
-            base, nodes = self._lower(folder, program, log)
+            base, nodes = self._lower(folder, program)
             report, models = self._family(folder, program, base, nodes, reference, oracle, log)
             self._write(folder, program, report, models, nodes, provenance, started)
             if self.log_path is not None:
@@ -1054,3 +1054,21 @@ def _warnings_to(log: IO[bytes]) -> Iterator[None]:
         warnings.simplefilter("default")
         warnings.showwarning = show
         yield
+        return
+    import sys
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [os.dup(1), os.dup(2)]
+    try:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, target in zip(saved, (1, 2), strict=True):
+            os.dup2(descriptor, target)
+            os.close(descriptor)
