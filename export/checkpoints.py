@@ -614,9 +614,8 @@ def _container(
                 do="say which one is meant, or save it alone: "
                 f"torch.save(checkpoint[{first!r}], 'weights.pt')",
             )
-        if fits:
-            candidates = fits
-        else:
+        candidates = fits or candidates
+        if not fits:
             # None fits: the error to come is about the one that comes nearest.
             candidates = [max(candidates, key=lambda at: len(_match(target, groups[at]).sources))]
     taken = candidates[0]

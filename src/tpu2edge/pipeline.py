@@ -569,7 +569,7 @@ class _Job:
             samples: _Data = data(program)
             self._say(samples.notes)
             reference, oracle = self._references(folder, program, samples, provenance)
-            base, nodes = self._lower(folder, program)
+            base, nodes = self._lower(folder, program, log)
             report, models = self._family(folder, program, base, nodes, reference, oracle, log)
             self._write(folder, program, report, models, nodes, provenance, started)
             if self.log_path is not None:
@@ -869,12 +869,11 @@ def _dynamic_ends(program: TracedProgram, seed: int) -> list[Sample]:
     if not dims:
         return []
     samples: list[Sample] = []
-    for label, pick in (
-        ("smallest", lambda d: d.min),
-        ("middle", lambda d: (d.min + d.max) // 2),
-        ("largest", lambda d: d.max),
+    for label, sizes in (
+        ("smallest", {name: dim.min for name, dim in dims.items()}),
+        ("middle", {name: (dim.min + dim.max) // 2 for name, dim in dims.items()}),
+        ("largest", {name: dim.max for name, dim in dims.items()}),
     ):
-        sizes = {name: pick(dim) for name, dim in dims.items()}
         made = synthetic_samples(
             program.example, program.signature.inputs, count=2, seed=seed, sizes=sizes
         )
@@ -1054,21 +1053,3 @@ def _warnings_to(log: IO[bytes]) -> Iterator[None]:
         warnings.simplefilter("default")
         warnings.showwarning = show
         yield
-        return
-    import sys
-
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = [os.dup(1), os.dup(2)]
-    try:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("default")
-            yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for descriptor, target in zip(saved, (1, 2), strict=True):
-            os.dup2(descriptor, target)
-            os.close(descriptor)
