@@ -23,7 +23,9 @@ def compute_in_float32(program: ExportedProgram) -> int:
     for store in (program.state_dict, program.constants):
         for name, value in list(store.items()):
             if isinstance(value, torch.Tensor) and value.dtype in _HALF:
-                store[name] = value.to(torch.float32)
+                wide = value.detach().to(torch.float32)
+                is_parameter = isinstance(value, torch.nn.Parameter)
+                store[name] = torch.nn.Parameter(wide, requires_grad=False) if is_parameter else wide
     return count
 
 

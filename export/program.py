@@ -172,10 +172,20 @@ def trace_module(
             _edge_input(name, tensor, notes)
             for name, tensor in zip(layout.names, layout.tensors, strict=True)
         )
-        flat = _Flat(prepared.module, layout).eval()
         shapes = _dynamic_shapes(layout.names, tensors, dynamic or {})
         tensors = _roomy(tensors, layout.names, dynamic or {})
-        program = _export(flat, tensors, shapes)
+        flat = _Flat(prepared.module, layout).eval()
+        try:
+            program = _export(flat, tensors, shapes)
+        except ExportError:
+            if not prepared.half_dtypes:
+                raise
+            # Forward casts to half precision by itself, which does not go with weights in float32:
+            # traced as the module is, the program is widened as a whole afterwards.
+            own = prepare_module(module, keep_half=True)
+            flat = _Flat(own.module, layout).eval()
+            given = _roomy(layout.tensors, layout.names, dynamic or {})
+            program = _export(flat, tuple(t.detach().cpu() for t in given), shapes)
     notes.extend(flat.seen.left_out)
     half = half_precision.compute_in_float32(program)
     if half:
