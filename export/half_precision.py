@@ -25,7 +25,9 @@ def compute_in_float32(program: ExportedProgram) -> int:
             if isinstance(value, torch.Tensor) and value.dtype in _HALF:
                 wide = value.detach().to(torch.float32)
                 is_parameter = isinstance(value, torch.nn.Parameter)
-                store[name] = torch.nn.Parameter(wide, requires_grad=False) if is_parameter else wide
+                store[name] = (
+                    torch.nn.Parameter(wide, requires_grad=False) if is_parameter else wide
+                )
     return count
 
 

@@ -34,9 +34,8 @@ from tpu2edge.errors import (
     Tpu2EdgeError,
     error_from_json,
 )
-from tpu2edge.export import blame
+from tpu2edge.export import blame, rewrites
 from tpu2edge.export.own_outputs import own_outputs
-from tpu2edge.export.rewrites import apply_rewrites
 from tpu2edge.types import LayerSource, Note, Progress, Signature, no_progress
 
 __all__ = ["Lowered", "Loweree", "lower_isolated", "lower_programs"]
@@ -190,12 +189,15 @@ def _operation(module: Any) -> Any:
 def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) -> ExportedProgram:
     """The program in the core operators that litert-torch lowers, in as few retraces as possible."""
     fx_infra = toolkit.fx_infra
-    program = apply_rewrites(_shallow(program), notes)
+    program = _shallow(program)
+    rewrites.on_exported(program, notes)
     program = fx_infra.graph_utils.reset_from_node_meta(program)
     try:
         if _wants_layout(program) or _mutates(program):
             program = fx_infra.safe_run_decompositions(
-                program, fx_infra.decomp.pre_convert_decomp(), can_skip=False
+                program,
+                rewrites.add_decompositions(fx_infra.decomp.pre_convert_decomp()),
+                can_skip=False,
             )
             # Before litert-torch's passes, which drop what is written to buffers without a word.
             refuse_state(program)
@@ -204,6 +206,7 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
         program = fx_infra.safe_run_decompositions(
             program, toolkit.lowering_decompositions(), can_skip=False
         )
+        rewrites.on_decomposed(program, notes)
     except Tpu2EdgeError:
         raise
     except Exception as err:
@@ -349,7 +352,7 @@ class _Toolkit:
         table = self.fx_infra.decomp.pre_lower_decomp()
         multinomial = aten.multinomial.default
         table[multinomial] = self._torch_tfl.decomps[multinomial]
-        return table
+        return rewrites.add_decompositions(table)
 
     @contextlib.contextmanager
     def tamed(self) -> Iterator[None]:

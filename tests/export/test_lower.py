@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tpu2edge.errors import ConversionError, ExportError, LoweringError
-from tpu2edge.export.lower import Loweree, Lowered, lower_isolated, lower_programs
+from tpu2edge.export.lower import Lowered, Loweree, lower_isolated, lower_programs
 from tpu2edge.export.program import TracedProgram, trace_module
 from tpu2edge.flatbuffer import read_tflite, signatures_of
 from tpu2edge.runtime_check.devices.client import Session
@@ -367,7 +367,9 @@ class Cell(nn.Module):
 
 def test_state_that_would_be_lost_is_refused_and_named(tmp_path: Path) -> None:
     module = Cell()
-    with pytest.raises(ConversionError, match=r"writes to its own state \('inner.count'\)") as caught:
+    with pytest.raises(
+        ConversionError, match=r"writes to its own state \('inner.count'\)"
+    ) as caught:
         convert(module, (torch.ones(1, 3),), tmp_path / "m.tflite")
     assert caught.value.place is not None
     assert caught.value.place.tensor == "inner.count"
@@ -446,7 +448,9 @@ def test_integers_that_32_bits_cannot_hold_are_refused_by_name() -> None:
     assert caught.value.place.code == "return (ids * 2_654_435_761) % 1000"
 
 
-def test_a_converter_in_its_own_process_gives_the_same_file(named: Converted, tmp_path: Path) -> None:
+def test_a_converter_in_its_own_process_gives_the_same_file(
+    named: Converted, tmp_path: Path
+) -> None:
     traced, _ = named
     stages: list[str] = []
 
