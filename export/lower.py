@@ -169,7 +169,7 @@ def lower_programs(
             if any(toolkit.is_by_reference(attr) for attr in constants.constant_cache.values()):
                 merged = toolkit.fold(merged, context, notes)
             with context:
-                own_outputs(toolkit.ir, merged)
+                own_outputs(toolkit.ir, _operation(merged))
             progress("write")
             toolkit.converter.export_flatbuffer_to_file(_operation(merged), str(path))
         except Tpu2EdgeError:

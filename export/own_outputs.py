@@ -14,9 +14,9 @@ __all__ = ["own_outputs"]
 
 
 def own_outputs(ir: Any, module: Any) -> int:
-    """Change ``module`` (TFL dialect) in place; gives the number of copies put in."""
+    """Change the operation ``module`` (TFL dialect) in place; gives the number of copies put in."""
     count = 0
-    for function in module.body.operations:
+    for function in module.regions[0].blocks[0].operations:
         if function.operation.name != "func.func":
             continue
         attributes = function.operation.attributes

@@ -462,9 +462,29 @@ def test_a_converter_in_its_own_process_gives_the_same_file(
     assert worst(traced, isolated.path) < 1e-6
     assert {"import litert-torch", "convert", "write"} <= set(stages)
     assert any(source.module == "stem" for source in isolated.nodes.values())
+    bad = trace_module(Ordered(), (torch.randn(4, 4),))
     with pytest.raises(LoweringError, match="aten.linalg_qr"):
-        bad = trace_module(Ordered(), (torch.randn(4, 4),))
         lower_isolated([Loweree(bad.program, bad.signature)], tmp_path / "bad.tflite")
+
+
+class Wide(nn.Module):
+    """Weights above 1 MiB, which are handed to the converter by reference, and a constant of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(600, 700)
+        self.b = nn.Linear(700, 600)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.b(torch.relu(self.a(x)))
+        return y, x, y, self.a.weight.sum(0) + x
+
+
+def test_large_weights_are_right_and_stored_once(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    traced, lowered = convert(Wide(), (torch.randn(2, 600),), tmp_path / "m.tflite")
+    assert worst(traced, lowered.path) < 1e-6
+    assert lowered.path.stat().st_size < 1.05 * 2 * 600 * 700 * 4
 
 
 def test_the_same_program_gives_the_same_bytes(tmp_path: Path) -> None:
