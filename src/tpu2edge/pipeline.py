@@ -552,10 +552,13 @@ class _Job:
         provenance: Mapping[str, Any],
         notes: Sequence[Note] = (),
     ) -> Bundle:
+        from tpu2edge.export.program import keep_global_state
+
         started = time.time()
         self.check_budgets()
         self._say(notes)
         with (
+            keep_global_state(),  # importing litert_torch alone seeds torch and NumPy anew
             bundles.staged(self.output, force=self.force) as folder,
             _log_stream(self.log_path or folder / "log.txt") as log,
             _quiet(None if self.log_path else log),
