@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import os
 import re
-import sys
 import sysconfig
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +24,11 @@ _WRAPPER_ATTRIBUTE = "inner"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
 _LIBRARIES = tuple(
     str(Path(path).resolve()) + os.sep
-    for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")}
+    for path in {
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        sysconfig.get_path("stdlib"),
+    }
     if path
 )
 _OWN = str(Path(__file__).resolve().parent) + os.sep
@@ -39,7 +42,7 @@ def module_path(node: torch.fx.Node) -> str:
 
 
 def strip_wrapper(path: str) -> str:
-    """``path`` as the user knows it, without the tracing wrapper and torch.export's own prefixes."""
+    """``path`` as the user knows it, without the tracing wrapper and torch.export's prefixes."""
     path = path.removeprefix("L['self'].").removeprefix("L__self___").split("@")[0]
     if path == _WRAPPER_ATTRIBUTE:
         return ""
@@ -102,7 +105,9 @@ def place_of_exception(error: BaseException, module: nn.Module) -> Place:
 
 def _frames(error: BaseException) -> list[tuple[Any, int]]:
     chain: list[BaseException] = [error]
-    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
+    while (
+        inner := chain[-1].__cause__ or chain[-1].__context__
+    ) is not None and inner not in chain:
         chain.append(inner)
     frames: list[tuple[Any, int]] = []
     for one in chain:
@@ -119,8 +124,8 @@ def _is_library(file: str) -> bool:
 
 
 def _is_torch(file: str) -> bool:
-    home = os.path.dirname(sys.modules["torch"].__file__ or "")
-    return bool(home) and file.startswith(home + os.sep)
+    home = Path(torch.__file__ or "").parent
+    return file.startswith(f"{home}{os.sep}")
 
 
 def _shown(file: str) -> str:

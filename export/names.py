@@ -7,9 +7,10 @@ dataclass, else ``output_0``, ``output_1`` …; nested ones are joined with dots
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -74,6 +75,8 @@ def call_layout(
         elif kind is inspect.Parameter.VAR_KEYWORD:
             for key, item in value.items():
                 new_kwargs[key] = _take(item, key, found, constants)
+        elif kind is inspect.Parameter.POSITIONAL_ONLY:
+            new_args.append(_take(value, name, found, constants))
         elif kind is inspect.Parameter.KEYWORD_ONLY or name in kwargs:
             new_kwargs[name] = _take(value, name, found, constants)
         else:
@@ -100,16 +103,18 @@ def _take(
         return _Leaf(len(found) - 1)
     children = _children(value)
     if children is None:
-        constants[path] = repr(value)
+        text = repr(value)
+        # The default repr holds an address: another one in every run.
+        constants[path] = _describe(value) if " at 0x" in text else text
         return value
-    taken = {key: _take(item, f"{path}.{key}", found, constants) for key, item in children}
-    return _Nest(value, taken)
+    taken = [(key, _take(item, f"{path}.{key}", found, constants)) for key, item in children]
+    return _Nest(value, tuple(taken))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Nest:
     like: Any
-    items: dict[str, Any]
+    items: tuple[tuple[str, Any], ...]
 
 
 def _fill(item: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
@@ -118,15 +123,20 @@ def _fill(item: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
     if not isinstance(item, _Nest):
         return item
     like = item.like
-    values = [_fill(child, tensors) for child in item.items.values()]
+    values = [_fill(child, tensors) for _, child in item.items]
     if isinstance(like, Mapping):
         filled = dict(zip(like.keys(), values, strict=True))
-        return filled if type(like) is dict else type(like)(filled)
+        if isinstance(like, collections.defaultdict):
+            return collections.defaultdict(like.default_factory, filled)
+        make: Any = type(like)
+        return filled if make is dict else make(filled)
     if _is_namedtuple(like):
         return type(like)(*values)
     if isinstance(like, (list, tuple)):
         return type(like)(values)
-    return dataclasses.replace(like, **dict(zip(item.items, values, strict=True)))
+    return dataclasses.replace(
+        like, **dict(zip((key for key, _ in item.items), values, strict=True))
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,11 +229,14 @@ def _describe(value: Any) -> str:
 
 def _unique(names: list[str]) -> tuple[str, ...]:
     """The same names, with ``#2``, ``#3`` … on those that would repeat (keys that hold dots)."""
-    seen: dict[str, int] = {}
-    return tuple(_numbered(names, seen))
-
-
-def _numbered(names: list[str], seen: dict[str, int]) -> Iterator[str]:
+    taken = set(names)
+    given: set[str] = set()
+    result: list[str] = []
     for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        yield name if seen[name] == 1 else f"{name}#{seen[name]}"
+        unique, number = name, 1
+        while unique in given or (number > 1 and unique in taken):
+            number += 1
+            unique = f"{name}#{number}"
+        given.add(unique)
+        result.append(unique)
+    return tuple(result)

@@ -47,14 +47,20 @@ class Oracle:
         values: list[Any] = []
         for spec in signature.input_specs:
             if spec.kind is InputKind.USER_INPUT:
-                values.append(_wide(next(given)))
+                values.append(_own(next(given)))
             elif spec.kind is InputKind.PARAMETER:
                 values.append(self._state(spec.target))
             else:  # the graph may write to it and read it again: widened once, and its own copy
                 values.append(_own(self._state(spec.target)))
         interpreter = _Double(self._module, self._exceptions)
-        with torch.no_grad():
-            flat = interpreter.run(*values, enable_io_processing=False)
+        default = torch.get_default_dtype()
+        # Integers divided, averaged or scaled by a number become floats of the default type.
+        torch.set_default_dtype(torch.float64)
+        try:
+            with torch.no_grad():
+                flat = interpreter.run(*values, enable_io_processing=False)
+        finally:
+            torch.set_default_dtype(default)
         flat = list(flat) if isinstance(flat, (tuple, list)) else [flat]
         return flat[len(flat) - len(signature.user_outputs) :]
 
@@ -76,7 +82,7 @@ class _Double(fx.Interpreter):
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        args, kwargs = fx.node.map_aggregate((args, kwargs), _wide)  # type: ignore[arg-type,misc]
+        args, kwargs = fx.node.map_aggregate((args, kwargs), _wide)
         if any(part in str(n.target) for part in _WIDTH_BOUND):
             self._exceptions.add(str(n.target))
             return self._as_traced(n, args, kwargs)
@@ -103,7 +109,7 @@ class _Double(fx.Interpreter):
                 return value.to(narrow)
             return value
 
-        args, kwargs = fx.node.map_aggregate((args, kwargs), back)  # type: ignore[arg-type,misc]
+        args, kwargs = fx.node.map_aggregate((args, kwargs), back)
         return fx.node.map_aggregate(n.target(*args, **kwargs), _wide)  # type: ignore[operator]
 
 
@@ -129,8 +135,8 @@ def _widened(module: fx.GraphModule) -> fx.GraphModule:
     for node in wide.graph.nodes:
         if node.op != "call_function" or any(p in str(node.target) for p in _WIDTH_BOUND):
             continue
-        node.args = fx.node.map_aggregate(node.args, _wide_dtype)  # type: ignore[assignment]
-        node.kwargs = fx.node.map_aggregate(node.kwargs, _wide_dtype)  # type: ignore[assignment]
+        node.args = fx.node.map_aggregate(node.args, _wide_dtype)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, _wide_dtype)
         if _makes_float32(node):
             node.kwargs = {**node.kwargs, "dtype": torch.float64}
     wide.recompile()

@@ -53,8 +53,12 @@ class PreparedModule:
     notes: tuple[Note, ...]
 
 
-def prepare_module(module: nn.Module) -> PreparedModule:
+def prepare_module(module: nn.Module, *, keep_half: bool = False) -> PreparedModule:
     """A copy of ``module`` that is ready for export.
+
+    Args:
+        module: any torch module; it is not changed.
+        keep_half: leave bfloat16 and float16 tensors as they are, for a trace that is widened later.
 
     Raises:
         ExportError: the module cannot be copied, or holds a tensor without data (meta device).
@@ -63,9 +67,8 @@ def prepare_module(module: nn.Module) -> PreparedModule:
     notes: list[Note] = []
     inner, taken_off = _unwrap(module)
     replaced: Counter[str] = Counter(taken_off)
-    store = _TensorStore()
-    duplicate = _copy_module(inner, store)
-    _unwrap_children(duplicate, replaced)
+    store = _TensorStore(keep_half)
+    duplicate = _copy_module(inner, store, replaced)
     if replaced:
         names = ", ".join(sorted(replaced))
         notes.append(Note(code="unwrapped", text=f"took off {names} (the copy only)"))
@@ -105,20 +108,55 @@ def _unwrap(module: nn.Module) -> tuple[nn.Module, list[str]]:
     return module, taken
 
 
-def _unwrap_children(module: nn.Module, taken: Counter[str]) -> None:
-    for child in list(module.modules()):
-        # module.compile() in place keeps the class and sets this attribute.
+def _copy_wrappers(module: nn.Module, memo: dict[int, Any], taken: Counter[str]) -> None:
+    """Put into ``memo``, for every wrapper below ``module``, the copy of what it wraps.
+
+    Done before the whole is copied: DistributedDataParallel would start a new reducer in its copy,
+    and FSDP2 refuses to be copied at all.
+    """
+    for child in reversed(list(module.modules())):  # the innermost first
         if child.__dict__.get("_compiled_call_impl") is not None:
-            child._compiled_call_impl = None
-            taken["torch.compile"] += 1
-        for name, grandchild in list(child._modules.items()):
-            if grandchild is None:
-                continue
-            inner, labels = _unwrap(grandchild)
-            if labels:
-                child._modules[name] = inner
-                taken.update(labels)
-                _unwrap_children(inner, taken)
+            taken["torch.compile"] += 1  # module.compile() in place; the copy is made without it
+        inner, labels = _unwrap(child)
+        if labels:
+            memo[id(child)] = copy.deepcopy(inner, memo)
+            taken.update(labels)
+        elif (original := _class_before_sharding(child)) is not None:
+            memo[id(child)] = _unsharded_copy(child, original, memo)
+            taken["FSDP2 (fully_shard)"] += 1
+
+
+def _class_before_sharding(module: nn.Module) -> type[nn.Module] | None:
+    """The class that fully_shard or replicate put (FSDPModule, this class) in the place of."""
+    first, *others = type(module).__bases__
+    if first.__name__ not in ("FSDPModule", "ReplicateModule") or len(others) != 1:
+        return None
+    return others[0] if first.__module__.startswith("torch.distributed") else None
+
+
+def _unsharded_copy(
+    module: nn.Module, original: type[nn.Module], memo: dict[int, Any]
+) -> nn.Module:
+    replica = original.__new__(original)
+    memo[id(module)] = replica
+    state = {
+        name: _without_distributed(value) if name.endswith("_hooks") else value
+        for name, value in vars(module).items()
+        if not name.startswith(("__composable_api_state_key", "_is_fsdp", "_fsdp"))
+    }
+    vars(replica).update(copy.deepcopy(state, memo))
+    return replica
+
+
+def _without_distributed(hooks: Any) -> Any:
+    if not isinstance(hooks, dict):
+        return hooks
+    kept = {
+        key: hook
+        for key, hook in hooks.items()
+        if not (getattr(hook, "__module__", None) or "").startswith("torch.distributed")
+    }
+    return type(hooks)(kept)
 
 
 # -------------------------------------------------------------------------------------- copying
@@ -127,7 +165,8 @@ def _unwrap_children(module: nn.Module, taken: Counter[str]) -> None:
 class _TensorStore:
     """Turns each tensor of the original into the one of the copy, once per tensor, with a tally."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_half: bool) -> None:
+        self._to_float32 = (torch.float64,) if keep_half else _TO_FLOAT32
         self._done: dict[tuple[Any, ...], torch.Tensor] = {}
         self._keep_alive: list[torch.Tensor] = []
         self._moved: dict[str, list[str]] = {}
@@ -137,6 +176,12 @@ class _TensorStore:
 
     def convert(self, tensor: torch.Tensor, path: str, *, own: bool) -> torch.Tensor:
         """The copy's version of ``tensor``; ``own`` asks for storage of its own (mutable state)."""
+        if nn.parameter.is_lazy(tensor):
+            raise ExportError(
+                "a parameter of a lazy module has no shape and no data yet",
+                do="call the model once on example inputs, then export it",
+                place=Place(tensor=path),
+            )
         key = (*_identity(tensor), own)
         if key in self._done:
             return self._done[key]
@@ -168,7 +213,7 @@ class _TensorStore:
         if tensor.device.type != "cpu":
             self._moved.setdefault(str(tensor.device), []).append(path)
             tensor = tensor.cpu()
-        if tensor.dtype in _TO_FLOAT32:
+        if tensor.dtype in self._to_float32:
             self._cast.setdefault(_name(tensor.dtype), []).append(path)
             tensor = _float32(tensor, path)
         # litert-torch 0.10 keys constants by the address of a temporary contiguous copy, so several
@@ -183,7 +228,8 @@ class _TensorStore:
 
     def notes(self) -> Iterator[Note]:
         for device, paths in sorted(self._moved.items()):
-            yield Note(code="moved-to-cpu", text=f"{_count(paths)} brought from {device} to the CPU")
+            text = f"{_count(paths)} brought from {device} to the CPU"
+            yield Note(code="moved-to-cpu", text=text)
         if self._gathered:
             yield Note(code="gathered", text=f"{_count(self._gathered)} gathered from their shards")
         for dtype, paths in sorted(self._cast.items()):
@@ -226,7 +272,7 @@ def _count(paths: list[str]) -> str:
     return f"{len(paths)} tensors ('{paths[0]}', …)"
 
 
-def _copy_module(module: nn.Module, store: _TensorStore) -> nn.Module:
+def _copy_module(module: nn.Module, store: _TensorStore, taken: Counter[str]) -> nn.Module:
     memo: dict[int, Any] = {}
     keep: list[Any] = []
     for path, tensor, kind in _tensors(module):
@@ -241,6 +287,7 @@ def _copy_module(module: nn.Module, store: _TensorStore) -> nn.Module:
         memo[id(tensor)] = value
         keep.append(tensor)
     try:
+        _copy_wrappers(module, memo, taken)
         return copy.deepcopy(module, memo)
     except Exception as err:
         raise ExportError(
@@ -251,7 +298,7 @@ def _copy_module(module: nn.Module, store: _TensorStore) -> nn.Module:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Every tensor the module tree holds: parameters, buffers, and plain attributes in containers."""
+    """Every tensor of the module tree: parameters, buffers, and attributes, in containers too."""
     for prefix, child in module.named_modules(remove_duplicate=True):
         for name, parameter in child._parameters.items():
             if parameter is not None:
@@ -291,8 +338,6 @@ def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
     return ""
 
 
-
-
 def weights_digest(module: nn.Module) -> str:
     """sha256 over the names, types, shapes and bytes of all parameters and buffers, in name order.
 
@@ -303,10 +348,11 @@ def weights_digest(module: nn.Module) -> str:
     for name, tensor in sorted(inner.state_dict().items()):
         if not isinstance(tensor, torch.Tensor):
             continue
-        clean = ".".join(p for p in name.split(".") if p not in ("_orig_mod", "_fsdp_wrapped_module"))
+        wrapping = ("_orig_mod", "_fsdp_wrapped_module")
+        clean = ".".join(part for part in name.split(".") if part not in wrapping)
         gather = getattr(tensor, "full_tensor", None)
         value = (gather() if gather is not None else tensor).detach().cpu().contiguous()
         digest.update(f"{clean}|{value.dtype}|{tuple(value.shape)}|".encode())
         if value.numel():
-            digest.update(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+            digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

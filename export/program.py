@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from tpu2edge.errors import DataError, ExportError, OptionError, Place, Tpu2EdgeError
-from tpu2edge.export import blame, names, oracle
-from tpu2edge.export.prepare import PreparedModule, prepare_module
+from tpu2edge.export import blame, half_precision, names, oracle
+from tpu2edge.export.prepare import prepare_module
 from tpu2edge.types import Array, Dim, Note, Signature, Tensors, TensorSpec
 
 __all__ = ["TracedProgram", "keep_global_state", "trace_module", "trace_program"]
@@ -61,7 +61,7 @@ class TracedProgram:
     _oracle: oracle.Oracle
 
     def eager(self, inputs: Tensors) -> dict[str, Array]:
-        """The user's module in float32 on one sample: arrays by output name, in the program's types.
+        """The user's module in float32 on one sample: arrays by name, in the program's types.
 
         Raises:
             ExportError: the module raises on this sample, or returns other outputs than traced.
@@ -169,13 +169,30 @@ def trace_module(
         layout = names.call_layout(prepared.module.forward, args, kwargs or {})
         notes = list(prepared.notes)
         tensors = tuple(
-            _edge_input(name, t, notes) for name, t in zip(layout.names, layout.tensors, strict=True)
+            _edge_input(name, tensor, notes)
+            for name, tensor in zip(layout.names, layout.tensors, strict=True)
         )
-        flat = _Flat(prepared.module, layout).eval()
         shapes = _dynamic_shapes(layout.names, tensors, dynamic or {})
         tensors = _roomy(tensors, layout.names, dynamic or {})
-        program = _export(flat, tensors, shapes)
+        flat = _Flat(prepared.module, layout).eval()
+        try:
+            program = _export(flat, tensors, shapes)
+        except ExportError:
+            if not prepared.half_dtypes:
+                raise
+            # Forward casts to half precision by itself, which does not go with weights in float32:
+            # traced as the module is, the program is widened as a whole afterwards.
+            own = prepare_module(module, keep_half=True)
+            flat = _Flat(own.module, layout).eval()
+            given = _roomy(layout.tensors, layout.names, dynamic or {})
+            program = _export(flat, tuple(t.detach().cpu() for t in given), shapes)
     notes.extend(flat.seen.left_out)
+    half = half_precision.compute_in_float32(program)
+    if half:
+        text = (
+            f"{half} operators compute in half precision: they are computed in float32, and so is "
+        )
+        notes.append(Note(code="computed-in-float32", text=text + "what the file is compared with"))
     notes.extend(
         Note(code="baked-in", text=f"argument '{name}' is {value}: fixed in the file")
         for name, value in layout.constants.items()
@@ -188,7 +205,7 @@ def trace_module(
         dynamic or {},
         signature_name,
         notes,
-        prepared,
+        None if half else prepared.module,
         layout,
         tensors,
     )
@@ -210,7 +227,6 @@ def trace_program(
     args, kwargs = program.example_inputs
     module = program.module()
     layout = names.call_layout(module.forward, tuple(args), dict(kwargs))
-    notes: list[Note] = []
     wrapped = trace_module(
         module,
         tuple(args),
@@ -218,8 +234,8 @@ def trace_program(
         dynamic=_dims_of(program, layout.names),
         signature_name=signature_name,
     )
-    notes.append(Note(code="program", text="the source is a saved program: eager is that program"))
-    return wrapped
+    note = Note(code="program", text="the source is a saved program: eager is that program")
+    return replace(wrapped, notes=(note, *wrapped.notes))
 
 
 # ---------------------------------------------------------------------------------------- export
@@ -258,7 +274,9 @@ def _dynamic_shapes(
         return None
     for name, axes in dynamic.items():
         if name not in input_names:
-            raise OptionError(f"--dynamic names no input '{name}'", do=f"inputs: {list(input_names)}")
+            raise OptionError(
+                f"--dynamic names no input '{name}'", do=f"inputs: {list(input_names)}"
+            )
         rank = tensors[input_names.index(name)].dim()
         for axis in axes:
             if not 0 <= axis < rank:
@@ -339,7 +357,7 @@ def _traced(
     dynamic: Mapping[str, Mapping[int, Dim]],
     signature_name: str,
     notes: list[Note],
-    prepared: PreparedModule,
+    eager: nn.Module | None,
     layout: names.CallLayout,
     tensors: tuple[torch.Tensor, ...],
 ) -> TracedProgram:
@@ -374,9 +392,7 @@ def _traced(
                 )
             )
         outputs.append(
-            TensorSpec(
-                name=name, shape=_symbolic(value.shape, dims), dtype=EDGE_DTYPES[dtype]
-            )
+            TensorSpec(name=name, shape=_symbolic(value.shape, dims), dtype=EDGE_DTYPES[dtype])
         )
     return TracedProgram(
         program=program,
@@ -388,7 +404,7 @@ def _traced(
         },
         notes=tuple(notes),
         constant_outputs=frozenset(_independent_outputs(program, output_names)),
-        _eager=prepared.module,
+        _eager=eager,
         _layout=layout,
         _oracle=oracle.Oracle(program),
     )
@@ -446,7 +462,8 @@ def _user_inputs(program: ExportedProgram) -> list[torch.fx.Node]:
 
 
 def _output_node(program: ExportedProgram) -> torch.fx.Node:
-    return next(node for node in reversed(program.graph.nodes) if node.op == "output")
+    node: torch.fx.Node = next(n for n in reversed(program.graph.nodes) if n.op == "output")
+    return node
 
 
 def _output_values(program: ExportedProgram) -> list[torch.Tensor]:
@@ -455,9 +472,7 @@ def _output_values(program: ExportedProgram) -> list[torch.Tensor]:
     return [node.meta["val"] for node in flat[len(flat) - count :]]
 
 
-def _independent_outputs(
-    program: ExportedProgram, output_names: Sequence[str]
-) -> Iterator[str]:
+def _independent_outputs(program: ExportedProgram, output_names: Sequence[str]) -> Iterator[str]:
     """Names of outputs that no user input reaches."""
     reached: set[torch.fx.Node] = set(_user_inputs(program))
     for node in program.graph.nodes:
@@ -494,7 +509,11 @@ def check_constants(program: ExportedProgram) -> None:
         if node.op != "call_function" or not _is_int64(node):
             continue
         for value in _literals(node):
-            if isinstance(value, int) and not _INT32.min <= value <= _INT32.max and abs(value) < 2**62:
+            if (
+                isinstance(value, int)
+                and not _INT32.min <= value <= _INT32.max
+                and abs(value) < 2**62
+            ):
                 raise ExportError(
                     f"the number {value} beside an int64 tensor does not fit into int32",
                     do="keep values within 32 bits; LiteRT files are exported with 32-bit integers",
@@ -538,7 +557,7 @@ def keep_global_state() -> Iterator[None]:
     default = torch.get_default_dtype()
     numpy_state, python_state = np.random.get_state(), random.getstate()
     grad = torch.is_grad_enabled()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
         with torch.random.fork_rng(devices=devices):
             yield

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from tpu2edge.errors import DeviceError, QuantizationError
+from tpu2edge.errors import DeviceError, OptionError, QuantizationError
 from tpu2edge.quantize.recipes import known_recipe
 
 __all__ = ["quantize_file"]
@@ -17,20 +17,23 @@ __all__ = ["quantize_file"]
 _CHILD = Path(__file__).with_name("child.py")
 
 
-def quantize_file(
-    source: Path, target: Path, recipe: str, *, log: IO[bytes] | None = None
-) -> None:
+def quantize_file(source: Path, target: Path, recipe: str, *, log: IO[bytes] | None = None) -> None:
     """Write to ``target`` what ``recipe`` makes of the float file ``source``.
 
     Raises:
-        OptionError: there is no such recipe.
-        QuantizationError: the recipe cannot be applied, or changes nothing.
+        OptionError: there is no such recipe, or it quantizes nothing.
+        QuantizationError: the recipe cannot be applied.
         DeviceError: the quantizer's process died.
     """
     info = known_recipe(recipe)
-    command = [sys.executable, "-u", str(_CHILD), str(source), str(target), recipe, info.upstream or ""]
+    if recipe == "float32":
+        raise OptionError("recipe 'float32' quantizes nothing", do="use the float file as it is")
+    command = [sys.executable, "-u", str(_CHILD), str(source), str(target), recipe]
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=False, stdin=subprocess.DEVNULL
+        [*command, info.upstream or ""],
+        capture_output=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
     if log is not None:
         log.write(done.stderr)

@@ -12,6 +12,7 @@ import sys
 
 
 def main() -> None:
+    """Quantize as the arguments say, and tell the result in one line."""
     source, target, name, upstream = sys.argv[1:5]
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the library prints to stdout
@@ -39,7 +40,7 @@ def main() -> None:
         model = worker.quantize().quantized_model
         with open(target, "wb") as stream:  # noqa: PTH123
             stream.write(model)
-        answer = {"ok": True, "bytes": len(model)}
+        answer: dict[str, object] = {"ok": True, "bytes": len(model)}
     except Exception as error:  # noqa: BLE001 - told to the parent in full
         answer = {"ok": False, "type": type(error).__name__, "error": str(error)}
     out.write(json.dumps(answer) + "\n")

@@ -25,17 +25,19 @@ from tpu2edge.runtime_check.metrics import OutputMetrics
 
 __all__ = ["DEFAULT_SOURCES", "Bound", "Budget", "default_budget"]
 
-# metric -> (field of OutputMetrics, the only direction that makes sense, for floats only)
-_METRICS: dict[str, tuple[str, str, bool]] = {
-    "sqnr": ("sqnr_db_worst", ">=", True),
-    "sqnr_median": ("sqnr_db_median", ">=", True),
-    "range_error": ("range_error", "<=", True),
-    "max_abs": ("max_abs", "<=", False),
-    "cosine": ("cosine_worst", ">=", True),
-    "top1": ("top1", ">=", False),
-    "mismatch": ("mismatch", "<=", False),
+# metric -> (field of OutputMetrics, the only direction that makes sense)
+_METRICS: dict[str, tuple[str, str]] = {
+    "sqnr": ("sqnr_db_worst", ">="),
+    "sqnr_median": ("sqnr_db_median", ">="),
+    "range_error": ("range_error", "<="),
+    "max_abs": ("max_abs", "<="),
+    "cosine": ("cosine_worst", ">="),
+    "top1": ("top1", ">="),
+    "mismatch": ("mismatch", "<="),
 }
-_BOUND = re.compile(r"^\s*(?P<metric>[a-z0-9_]+)\s*(?P<op>>=|<=)\s*(?P<value>[-+0-9.eE]+)\s*(?P<unit>dB|%)?\s*$")
+_BOUND = re.compile(
+    r"^\s*(?P<metric>[a-z0-9_]+)\s*(?P<op>>=|<=)\s*(?P<value>[-+0-9.eE]+)\s*(?P<unit>dB|%)?\s*$"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,21 +54,31 @@ class Bound:
 
     def __str__(self) -> str:
         unit = "dB" if self.metric.startswith("sqnr") else ""
-        return f"{self.metric}{self.op}{self.value:g}{unit}"
+        return f"{self.metric}{self.op}{_exactly(self.value)}{unit}"
+
+    def applies(self, metrics: OutputMetrics) -> bool:
+        """Whether the metric exists for this output (no SQNR of integers, no top-1 of scalars)."""
+        return getattr(metrics, _METRICS[self.metric][0]) is not None
 
     def check(self, metrics: OutputMetrics) -> str | None:
         """None when it holds or does not apply; else a sentence with wanted and got."""
-        attribute, op, floats_only = _METRICS[self.metric]
+        attribute, op = _METRICS[self.metric]
         got = getattr(metrics, attribute)
         if got is None:
             return None
         # Written so that NaN fails: no comparison with NaN holds.
         holds = got >= self.value if op == ">=" else got <= self.value
-        if holds or (floats_only and metrics.sqnr_db_worst is None):
+        if holds:
             return None
         unit = " dB" if self.metric.startswith("sqnr") else ""
         word = "at least" if op == ">=" else "at most"
         return f"{self.metric} {_short(got)}{unit}, wanted {word} {self.value:g}{unit}"
+
+
+def _exactly(value: float) -> str:
+    """The shortest text that reads back as the same number."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
 
 
 def _short(value: float) -> str:
@@ -175,7 +187,9 @@ def _parse_one(text: str) -> tuple[str | None, tuple[Bound, ...], bool]:
         elif part.strip():
             bounds.append(_parse_bound(part))
     if not bounds and not allows:
-        raise OptionError(f"--budget '{text}' holds no bound", do="write e.g. sqnr>=30dB,top1>=0.99")
+        raise OptionError(
+            f"--budget '{text}' holds no bound", do="write e.g. sqnr>=30dB,top1>=0.99"
+        )
     return name, tuple(bounds), allows
 
 
@@ -198,10 +212,7 @@ def _parse_bound(text: str) -> Bound:
         raise OptionError(
             f"--budget: {metric}{match['op']} makes no sense", do=f"write {metric}{expected}NUMBER"
         )
-    try:
-        value = float(match["value"])
-    except ValueError:
-        raise OptionError(f"--budget: '{match['value']}' is no number", do="write e.g. 30") from None
+    value = _number(match["value"])
     unit = match["unit"]
     if unit == "dB" and not metric.startswith("sqnr"):
         raise OptionError(f"--budget: {metric} has no dB", do=f"write {metric}{expected}NUMBER")
@@ -212,6 +223,16 @@ def _parse_bound(text: str) -> Bound:
     return Bound(metric=metric, value=value)
 
 
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise OptionError(f"--budget: '{text}' is no number", do="write e.g. 30")
+    return value
+
+
 def _bounds(*texts: str) -> tuple[Bound, ...]:
     return tuple(_parse_bound(text) for text in texts)
 
@@ -220,18 +241,18 @@ _EXACT = _bounds("mismatch<=0")
 
 #: Why the default of each family of recipes is what it is (docs/budgets.md tells more).
 DEFAULT_SOURCES: Mapping[str, str] = {
-    "float32": "right float conversions of public models: error over range 3.6e-7 in the median, at "
-    "most 2e-5; a dropped transpose gives 1.6e-3 or more",
-    "float16": "weights rounded to 11 bits: 6.02 * 11 + 1.76 - 10 log10(layers) is about 50 to 67 dB; "
-    "measured 61 to 89 dB",
-    "weight-int8": "one layer: 10 log10(12 * 127^2 / 16) = 40.8 dB for Gaussian weights clipped at 4 "
-    "sigma, less 10 log10(layers); measured 21 to 48 dB on trained networks",
-    "dynamic-int8": "the same for weights and again for activations; measured 13 to 39 dB on trained "
-    "networks: the default finds a broken file, not a bad one",
-    "int4": "one layer: 10 log10(12 * 7^2 / 16) = 15.7 dB, less 10 log10(layers); measured 3 to 18 dB: "
-    "the default finds a broken file only, so give a budget or a task metric of your own",
-    "static-int8": "measured 0.9 to 35 dB on trained networks: no default can stand for a task metric, "
-    "so give a budget of your own",
+    "float32": "right float conversions of public models: error over range 3.6e-7 in the median, "
+    "at most 2e-5; a dropped transpose gives 1.6e-3 or more",
+    "float16": "weights rounded to 11 bits: 6.02 * 11 + 1.76 - 10 log10(layers) is about 50 to "
+    "67 dB; measured 61 to 89 dB",
+    "weight-int8": "one layer: 10 log10(12 * 127^2 / 16) = 40.8 dB for Gaussian weights clipped at "
+    "4 sigma, less 10 log10(layers); measured 21 to 48 dB on trained networks",
+    "dynamic-int8": "the same for weights and again for activations; measured 13 to 39 dB on "
+    "trained networks: the default finds a broken file, not a bad one",
+    "int4": "one layer: 10 log10(12 * 7^2 / 16) = 15.7 dB, less 10 log10(layers); measured 3 to "
+    "18 dB: the default finds a broken file only, so give a budget or a task metric of your own",
+    "static-int8": "measured 0.9 to 35 dB on trained networks: no default can stand for a task "
+    "metric, so give a budget of your own",
 }
 
 _DEFAULTS: dict[str, tuple[tuple[Bound, ...], tuple[Bound, ...]]] = {

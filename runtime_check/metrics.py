@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from tpu2edge.types import Array
 
-__all__ = ["OutputMetrics", "OutputMeter", "cosine", "sqnr_db"]
+__all__ = ["OutputMeter", "OutputMetrics", "cosine", "sqnr_db"]
 
 _POWER_FLOOR = 1e-8  # of the mean signal power over the samples
 
@@ -74,7 +74,8 @@ def sqnr_db(reference: Array, candidate: Array) -> float:
     20.0
     """
     ref = np.asarray(reference, np.float64)
-    difference = ref - np.asarray(candidate, np.float64)
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, and that is the answer
+        difference = ref - np.asarray(candidate, np.float64)
     return _ratio_db(float(np.vdot(ref, ref)), float(np.vdot(difference, difference)))
 
 
@@ -102,6 +103,10 @@ def cosine(reference: Array, candidate: Array) -> float:
     return float(a @ b) / norm
 
 
+def _all_are(array: NDArray[Any], value: np.generic) -> bool:
+    return bool(np.all(np.isnan(array) if value != value else array == value))
+
+
 class OutputMeter:
     """Takes one output sample by sample and keeps numbers only, so memory does not grow."""
 
@@ -116,8 +121,8 @@ class OutputMeter:
         self._rows = self._same_rows = 0
         self._elements = self._differing = 0
         self._float = False
-        self._first: NDArray[Any] | None = None
-        self._first_candidate: NDArray[Any] | None = None
+        self._first: np.generic | None = None
+        self._first_candidate: np.generic | None = None
         self.reference_constant = True
         self.candidate_constant = True
         #: Why the patterns of NaN and infinity differ, and in which sample; None while they agree.
@@ -152,12 +157,14 @@ class OutputMeter:
             self._same_rows += int(np.count_nonzero(same))
 
     def _watch_constancy(self, ref: NDArray[Any], got: NDArray[Any]) -> None:
+        if not ref.size:
+            return
         if self._first is None or self._first_candidate is None:
-            self._first, self._first_candidate = ref.reshape(-1)[:1], got.reshape(-1)[:1]
+            self._first, self._first_candidate = ref.reshape(-1)[0], got.reshape(-1)[0]
         if self.reference_constant:
-            self.reference_constant = bool(np.array_equal(ref, np.broadcast_to(self._first, ref.shape), equal_nan=ref.dtype.kind == "f")) if ref.size else True
+            self.reference_constant = _all_are(ref, self._first)
         if self.candidate_constant:
-            self.candidate_constant = bool(np.array_equal(got, np.broadcast_to(self._first_candidate, got.shape), equal_nan=got.dtype.kind == "f")) if got.size else True
+            self.candidate_constant = _all_are(got, self._first_candidate)
 
     def _watch_patterns(self, sample: str, ref: NDArray[Any], got: NDArray[Any]) -> None:
         if self.pattern_fault is not None:
@@ -184,10 +191,8 @@ class OutputMeter:
         spread = self._high - self._low
         range_error = None
         if self._float:
-            if spread > 0:
-                range_error = self._max_abs / spread
-            else:
-                range_error = 0.0 if self._max_abs == 0 else math.inf
+            empty = 0.0 if self._max_abs == 0 else math.inf
+            range_error = self._max_abs / spread if spread > 0 else empty
         keyed = ratios if self._float else [-wrong for wrong in self._wrong]
         worst = min(range(len(keyed)), key=lambda i: (keyed[i], i))
         return OutputMetrics(

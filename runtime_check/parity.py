@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,14 @@ from tpu2edge.types import (
     no_progress,
 )
 
-__all__ = ["REPORT_FORMAT_VERSION", "CaseReport", "ErrorSplit", "ParityReport", "Reason", "check_model"]
+__all__ = [
+    "REPORT_FORMAT_VERSION",
+    "CaseReport",
+    "ErrorSplit",
+    "ParityReport",
+    "Reason",
+    "check_model",
+]
 
 # 1 (2026-11-30): first version.
 REPORT_FORMAT_VERSION = 1
@@ -141,7 +147,7 @@ def _optional(value: Any) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParityReport:
-    """All cases of a check; ``verdict`` is ERROR if any device broke, else FAIL if any case failed."""
+    """All cases of a check; ``verdict`` is ERROR if a device broke, else FAIL if a case failed."""
 
     cases: tuple[CaseReport, ...]
     reference: str  # one line: who, which precision, how many samples of what data
@@ -246,20 +252,27 @@ def check_model(
         raise OptionError(f"--budget names no output {unknown}", do=f"outputs: {names}")
     constant = constant_outputs | budget.may_be_constant
     cases = _Cases(model, device, expected, budget)
-    head = {
-        "reference": reference.describe(),
-        "data_kind": str(reference.data.get("kind", "unknown")),
-        "samples": len(reference),
-    }
+    if not len(reference):
+        raise DataError("the reference holds no sample", do="give at least one sample")
+
+    def report(found: tuple[CaseReport, ...], times: Mapping[str, Any]) -> ParityReport:
+        return ParityReport(
+            cases=found,
+            reference=reference.describe(),
+            data_kind=str(reference.data.get("kind", "unknown")),
+            samples=len(reference),
+            times=times,
+        )
+
     stage = f"check {model.path.name} on {device}"
     times: dict[str, Any] = {}
     try:
         with Session(
             model.path, command=command, threads=threads, device=device, log=log
         ) as session:
-            actual = _matching(session.signatures, signature or expected.name)
+            actual = _matching(session.signatures, signature, expected.name)
             if fault := _missing_outputs(expected, actual):
-                return ParityReport(cases=cases.all(Verdict.FAIL, fault), **head)
+                return report(cases.all(Verdict.FAIL, fault), {})
             meters = _run(
                 session,
                 actual,
@@ -272,24 +285,20 @@ def check_model(
                 "peak_rss_kb": session.peak_rss_kb,
             }
     except DeviceError as error:
-        return ParityReport(
-            cases=cases.all(Verdict.ERROR, Reason(code="device", text=str(error))), **head
-        )
-    return ParityReport(
-        cases=tuple(cases.judge(meters[name], name, constant) for name in names),
-        times=times,
-        **head,
-    )
+        reason = Reason(code=f"device-{error.step}", text=str(error))
+        return report(cases.all(Verdict.ERROR, reason), {})
+    return report(tuple(cases.judge(meters[name], name, constant) for name in names), times)
 
 
-def _matching(signatures: Sequence[Signature], name: str) -> Signature:
+def _matching(signatures: Sequence[Signature], asked: str | None, usual: str) -> Signature:
     for signature in signatures:
-        if signature.name == name:
+        if signature.name == (asked or usual):
             return signature
-    if len(signatures) == 1:
+    if asked is None and len(signatures) == 1:  # the reference may come from elsewhere
         return signatures[0]
     raise OptionError(
-        f"the file has no signature '{name}'", do=f"it has {[s.name for s in signatures]}"
+        f"the file has no signature '{asked or usual}'",
+        do=f"it has {[s.name for s in signatures]}",
     )
 
 
@@ -305,7 +314,8 @@ def _missing_outputs(expected: Signature, actual: Signature) -> Reason | None:
         parts.append(f"has besides {sorted(got - wanted)}")
     return Reason(
         code="outputs",
-        text=f"the file has {len(got)} outputs, the reference {len(wanted)}: it {' and '.join(parts)}",
+        text=f"the file has {len(got)} outputs, the reference {len(wanted)}: it "
+        f"{' and '.join(parts)}",
     )
 
 
@@ -359,7 +369,8 @@ def _run(
         _fit(reference.inputs(i), actual, reference.sample_ids[i]) for i in range(len(reference))
     )
     writer = _writer(side, reference)
-    for index, stored in zip(itertools.count(), session.run(actual.name, feeds), strict=False):
+    runs = session.run(actual.name, feeds)
+    for index, stored in zip(range(len(reference)), runs, strict=True):
         got = {name: _real(stored[name], specs[name]) for name in outputs}
         truth = reference.outputs(index)
         oracle = side.oracle.outputs(index) if side.oracle else None
@@ -418,6 +429,11 @@ def _as_stored(array: Array, spec: TensorSpec, sample: str) -> Array:
         )
     dtype = np.dtype(spec.dtype)
     if spec.scale is not None and array.dtype.kind == "f" and dtype.kind in "iu":
+        if np.isnan(array).any():
+            raise DataError(
+                f"sample '{sample}': input '{spec.name}' holds NaN, which {spec.dtype} cannot",
+                place=Place(tensor=spec.name),
+            )
         info = np.iinfo(dtype)
         stored = np.round(np.asarray(array, np.float64) / spec.scale) + (spec.zero_point or 0)
         return np.clip(stored, info.min, info.max).astype(dtype)
@@ -438,7 +454,7 @@ def _narrows(array: Array, dtype: np.dtype[Any]) -> bool:
     if dtype.kind in "iu" and array.size:
         values = np.asarray(array)
         info = np.iinfo(dtype)
-        return bool(values.min() >= info.min and values.max() <= info.max)  # type: ignore[operator]
+        return bool(values.min() >= info.min and values.max() <= info.max)
     return True
 
 
@@ -455,7 +471,8 @@ def _compare(output: _Output, sample: str, spec: TensorSpec, truth: Array, got: 
     if np.shape(truth) != np.shape(got):
         output.fault = Reason(
             code="shape",
-            text=f"sample '{sample}': shape {list(np.shape(got))}, expected {list(np.shape(truth))}",
+            text=f"sample '{sample}': shape {list(np.shape(got))}, "
+            f"expected {list(np.shape(truth))}",
         )
         return
     kind = np.asarray(got).dtype
@@ -558,7 +575,15 @@ class _Cases:
                     code="constant-output",
                     text="the file gives the same value everywhere, the reference does not",
                 )
-        for bound in self.budget.bounds(name, is_float=is_float):
+        bounds = self.budget.bounds(name, is_float=is_float)
+        if not any(bound.applies(metrics) for bound in bounds):
+            wanted = self.budget.describe(name, is_float=is_float)
+            yield Reason(
+                code="no-bound",
+                text=f"no bound of its budget ({wanted}) applies to this output, so nothing is "
+                f"proved: give --budget '{name}:mismatch<=0' or the like",
+            )
+        for bound in bounds:
             if text := bound.check(metrics):
                 where = f" (worst sample '{metrics.worst_sample}')"
                 yield Reason(code="budget", text=text + where)
@@ -571,5 +596,3 @@ def _flags(
         yield Reason(
             code="flag-constant", text="the same value in all samples: this output proves little"
         )
-
-

@@ -24,7 +24,7 @@ from typing import IO, Any, Self
 
 import numpy as np
 
-from tpu2edge.errors import DataError, DeviceError
+from tpu2edge.errors import DataError, DeviceError, Place
 from tpu2edge.types import Array, Dim, Signature, Tensors, TensorSpec
 
 __all__ = ["Session", "host_command"]
@@ -34,6 +34,9 @@ _WORKER = Path(__file__).with_name("worker.py")
 # One request carries as many samples as fit into this, so that memory stays bounded.
 _CHUNK_BYTES = 32 << 20
 _CHUNK_SAMPLES = 1024
+
+# An answer's header names tensors; anything longer comes from something that is no worker.
+_HEADER_BYTES = 64 << 20
 
 # A request that has not been answered by then has hung: a corrupted file can do that.
 DEFAULT_TIMEOUT_S = 600.0
@@ -111,7 +114,10 @@ class Session:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -143,7 +149,14 @@ class Session:
             DeviceError: the process dies, hangs, or LiteRT fails.
         """
         weight = _Weight()
+        wanted = next((s for s in self.signatures if s.name == signature), None)
+        if wanted is None:
+            raise DataError(
+                f"{self.model.name} has no signature '{signature}'",
+                do=f"it has {[s.name for s in self.signatures]}",
+            )
         for chunk in _chunks(samples, weight):
+            _check_fits(wanted, chunk[0])  # the others have the same names, shapes and types
             names = list(chunk[0])
             stacked = {name: np.stack([sample[name] for sample in chunk]) for name in names}
             header = {"op": "run", "signature": signature, "count": len(chunk)}
@@ -173,7 +186,7 @@ class Session:
             for array in arrays.values():
                 if array.size:
                     flat = np.ascontiguousarray(array).reshape(-1)
-                    self._write(memoryview(flat.view(np.uint8)), deadline, step)
+                    self._write(flat.view(np.uint8).data, deadline, step)
         except BrokenPipeError:
             raise self._died(step) from None
         return self._answer(step, deadline)
@@ -183,14 +196,19 @@ class Session:
     ) -> tuple[dict[str, Any], dict[str, Array]]:
         deadline = deadline or time.monotonic() + self._timeout_s
         (length,) = struct.unpack("<I", self._read(4, deadline, step))
-        header = json.loads(bytes(self._read(length, deadline, step)))
+        if length > _HEADER_BYTES:
+            raise self._garbled(step)
+        try:
+            header = json.loads(bytes(self._read(length, deadline, step)))
+        except ValueError:
+            raise self._garbled(step) from None
         if not header["ok"]:
             raise self._refused(header, step)
         arrays: dict[str, Array] = {}
         for tensor in header["tensors"]:
             array = np.empty(tensor["shape"], dtype=tensor["dtype"])
             if array.size:
-                self._read_into(memoryview(array.reshape(-1).view(np.uint8)), deadline, step)
+                self._read_into(array.reshape(-1).view(np.uint8).data, deadline, step)
             arrays[tensor["name"]] = array
         return header, arrays
 
@@ -233,12 +251,14 @@ class Session:
     # -------------------------------------------------------------------------------- failures
 
     def _died(self, step: str) -> DeviceError:
-        code = self._process.wait()
-        how = f"exit status {code}"
-        if code < 0:
-            how = f"signal {signal.Signals(-code).name}"
-            if -code == signal.SIGKILL:
-                how += " (the system may be out of memory)"
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:  # it closed its pipes and lives on
+            self._process.kill()
+            code = self._process.wait()
+        how = _end_of_process(code)
+        if -code == signal.SIGKILL:
+            how += " (the system may be out of memory)"
         return DeviceError(
             f"the process of device '{self.device}' died by {how} while it was to {step} "
             f"{self.model.name}{self._tail()}",
@@ -247,7 +267,15 @@ class Session:
             step=step,
         )
 
-    def _refused(self, header: dict[str, Any], step: str) -> DeviceError | DataError:
+    def _garbled(self, step: str) -> DeviceError:
+        self._process.kill()
+        return DeviceError(
+            f"device '{self.device}' does not speak the worker protocol{self._tail()}",
+            do="something in the worker's environment prints to its standard output",
+            step=step,
+        )
+
+    def _refused(self, header: dict[str, Any], step: str) -> DeviceError:
         text = f"{header['error']}".strip()
         return DeviceError(
             f"LiteRT on device '{self.device}' cannot {step} {self.model.name}: "
@@ -261,6 +289,34 @@ class Session:
         lines = self._stderr.read().decode(errors="replace").splitlines()
         kept = [line.strip() for line in lines if line.strip() and not line.startswith("INFO:")]
         return "".join(f"\n    {line}" for line in kept[-5:])
+
+
+def _end_of_process(code: int) -> str:
+    if code >= 0:
+        return f"exit status {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal between the two that have names
+        return f"signal {-code}"
+
+
+def _check_fits(wanted: Signature, sample: Mapping[str, Array]) -> None:
+    if set(sample) != {spec.name for spec in wanted.inputs}:
+        raise DataError(
+            f"a sample has the inputs {sorted(sample)}, signature '{wanted.name}' takes "
+            f"{[spec.name for spec in wanted.inputs]}"
+        )
+    for spec in wanted.inputs:
+        array = sample[spec.name]
+        fits = len(spec.shape) == array.ndim and all(
+            isinstance(want, Dim) or want == have
+            for want, have in zip(spec.shape, array.shape, strict=True)
+        )
+        if not fits or array.dtype.name != spec.dtype:
+            raise DataError(
+                f"input '{spec.name}' is {array.dtype}{list(array.shape)}, expected {spec}",
+                place=Place(tensor=spec.name),
+            )
 
 
 def _signature(data: Mapping[str, Any]) -> Signature:

@@ -19,6 +19,10 @@ import resource
 import struct
 import sys
 import time
+from typing import Any
+
+_Arrays = dict[str, Any]
+_Results = tuple[dict[str, list[Any]], dict[str, float]]
 
 _started = time.perf_counter()
 # Native code prints to fd 1; the protocol gets a descriptor of its own.
@@ -29,7 +33,7 @@ _in = os.fdopen(os.dup(0), "rb", buffering=1 << 20)
 import numpy as np  # noqa: E402
 
 
-def _send(header: dict, arrays: dict | None = None) -> None:
+def _send(header: dict[str, Any], arrays: dict[str, Any] | None = None) -> None:
     arrays = {name: np.ascontiguousarray(a) for name, a in (arrays or {}).items()}
     # ascontiguousarray turns a scalar into shape (1,): the shape is the caller's.
     header["tensors"] = [
@@ -50,7 +54,7 @@ def _exactly(count: int) -> bytes:
     return data
 
 
-def _receive() -> tuple[dict, dict]:
+def _receive() -> tuple[dict[str, Any], dict[str, Any]]:
     (length,) = struct.unpack("<I", _exactly(4))
     header = json.loads(_exactly(length))
     arrays = {}
@@ -65,7 +69,7 @@ def _receive() -> tuple[dict, dict]:
 class _Model:
     """A loaded file; every signature by name, tensors by name, never by position."""
 
-    def __init__(self, header: dict) -> None:
+    def __init__(self, header: dict[str, Any]) -> None:
         from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
         kernels = {
@@ -87,9 +91,9 @@ class _Model:
             runner = self.interpreter.get_signature_runner(name)
             self.details[name] = (runner.get_input_details(), runner.get_output_details())
             del runner
-        self.runners = {}
+        self.runners: dict[str, Any] = {}
 
-    def describe(self) -> list[dict]:
+    def describe(self) -> list[dict[str, Any]]:
         return [
             {
                 "name": name,
@@ -99,7 +103,7 @@ class _Model:
             for name, (inputs, outputs) in self.details.items()
         ]
 
-    def run(self, signature: str, count: int, stacked: dict) -> tuple[dict, dict]:
+    def run(self, signature: str, count: int, stacked: _Arrays) -> _Results:
         if signature not in self.details:
             raise ValueError(f"no signature '{signature}', the file has {list(self.details)}")
         inputs, outputs = self.details[signature]
@@ -112,13 +116,16 @@ class _Model:
         step = self._direct if len(self.details) == 1 else self._by_runner
         return step(signature, count, stacked, inputs, outputs)
 
-    def _direct(self, signature, count, stacked, inputs, outputs):
+    def _direct(
+        self, signature: str, count: int, stacked: _Arrays, inputs: Any, outputs: Any
+    ) -> _Results:
         """One signature: indexes once, then the interpreter's own three calls for each sample."""
         interpreter = self.interpreter
         resized = False
         for name, array in stacked.items():
             index, shape = inputs[name]["index"], list(array.shape[1:])
-            if list(interpreter.get_input_details()[_position(interpreter, index)]["shape"]) != shape:
+            details = interpreter.get_input_details()[_position(interpreter, index)]
+            if list(details["shape"]) != shape:
                 interpreter.resize_tensor_input(index, shape, strict=True)
                 resized = True
         if resized:
@@ -130,7 +137,7 @@ class _Model:
             interpreter.invoke,
             interpreter.get_tensor,
         )
-        results: dict = {name: [] for name, _ in reads}
+        results: dict[str, list[Any]] = {name: [] for name, _ in reads}
         clock = time.perf_counter
         first = 0.0
         begin = clock()
@@ -144,16 +151,20 @@ class _Model:
                 first = clock() - begin
         return results, {"first_ms": first * 1e3, "total_ms": (clock() - begin) * 1e3}
 
-    def _by_runner(self, signature, count, stacked, inputs, outputs):
+    def _by_runner(
+        self, signature: str, count: int, stacked: _Arrays, inputs: Any, outputs: Any
+    ) -> _Results:
         runner = self.runners.get(signature)
         if runner is None:
             runner = self.runners[signature] = self.interpreter.get_signature_runner(signature)
         for name, array in stacked.items():
             fixed = [int(s) for s in inputs[name]["shape_signature"]]
             given = list(array.shape[1:])
-            if len(fixed) != len(given) or any(f not in (-1, g) for f, g in zip(fixed, given)):
+            if len(fixed) != len(given) or any(
+                f not in (-1, g) for f, g in zip(fixed, given, strict=True)
+            ):
                 raise ValueError(f"input '{name}': shape {given} given, {fixed} expected")
-        results: dict = {name: [] for name in outputs}
+        results: dict[str, list[Any]] = {name: [] for name in outputs}
         first = 0.0
         begin = time.perf_counter()
         for position in range(count):
@@ -165,11 +176,11 @@ class _Model:
         return results, {"first_ms": first * 1e3, "total_ms": (time.perf_counter() - begin) * 1e3}
 
 
-def _position(interpreter, index: int) -> int:
+def _position(interpreter: Any, index: int) -> int:
     return [d["index"] for d in interpreter.get_input_details()].index(index)
 
 
-def _spec(name: str, details: dict) -> dict:
+def _spec(name: str, details: dict[str, Any]) -> dict[str, Any]:
     scale, zero_point = details["quantization"]
     spec = {
         "name": name,
@@ -182,6 +193,7 @@ def _spec(name: str, details: dict) -> dict:
 
 
 def main() -> None:
+    """Answer requests until the parent closes the pipe."""
     import ai_edge_litert
 
     _send(

@@ -77,14 +77,24 @@ class Reference:
             raise BundleError(
                 f"'{folder}' is no reference: {err}", do="give a folder that holds manifest.json"
             ) from err
-        if manifest.get("kind") != "tpu2edge-reference":
+        if not isinstance(manifest, dict) or manifest.get("kind") != "tpu2edge-reference":
             raise BundleError(f"'{folder}' is no reference", do="give a folder made by tpu2edge")
-        if manifest["format_version"] > FORMAT_VERSION:
+        if manifest.get("format_version", 0) > FORMAT_VERSION:
             raise BundleError(
-                f"'{folder}' has reference format {manifest['format_version']}, this tpu2edge reads "
-                f"up to {FORMAT_VERSION}",
+                f"'{folder}' has reference format {manifest['format_version']}, this tpu2edge "
+                f"reads up to {FORMAT_VERSION}",
                 do="upgrade tpu2edge",
             )
+        try:
+            return cls._from_manifest(folder, manifest, verify)
+        except (KeyError, TypeError, ValueError) as err:
+            raise BundleError(
+                f"'{folder}' is damaged: manifest.json: {type(err).__name__}: {err}",
+                do="copy the whole folder again",
+            ) from err
+
+    @classmethod
+    def _from_manifest(cls, folder: Path, manifest: dict[str, Any], verify: bool) -> Reference:
         for shard in manifest["shards"]:
             file = folder / shard["file"]
             if not file.is_file():
@@ -110,13 +120,27 @@ class Reference:
         if self._inputs_from is not None:
             parent = self._files.get("parent")
             if parent is None:
-                parent = self._files["parent"] = Reference.load(self._inputs_from, verify=False)
+                parent = Reference.load(self._inputs_from, verify=False)
+                if parent.sample_ids != self.sample_ids:
+                    raise BundleError(
+                        f"'{self.path}' and '{self._inputs_from}', whose inputs it uses, hold "
+                        "other samples",
+                        do="copy both folders again",
+                    )
+                self._files["parent"] = parent
             return dict(parent.inputs(index))
         return self._tensors(index, "input")
 
     def outputs(self, index: int) -> dict[str, Array]:
         """The trusted outputs of one sample by name."""
-        return self._tensors(index, "output")
+        outputs = self._tensors(index, "output")
+        if missing := [s.name for s in self.signature.outputs if s.name not in outputs]:
+            raise BundleError(
+                f"'{self.path}' is incomplete: sample '{self.sample_ids[index]}' lacks the outputs "
+                f"{missing}",
+                do="make the reference anew",
+            )
+        return outputs
 
     def samples(self) -> Iterator[Sample]:
         """All samples' inputs in order."""
@@ -131,7 +155,7 @@ class Reference:
                 opened = self._files.get(file)
                 if opened is None:
                     opened = safe_open(self.path / file, framework="np")
-                    self._files[file] = (opened, list(opened.keys()))
+                    self._files[file] = (opened, list(opened.keys()))  # type: ignore[no-untyped-call]
                     opened = self._files[file]
                 handle, keys = opened
                 prefix = f"{index:06d}/{kind}/"
@@ -140,7 +164,10 @@ class Reference:
                     for key in keys
                     if key.startswith(prefix)
                 }
-        raise IndexError(index)
+        raise BundleError(
+            f"'{self.path}' is incomplete: sample {index} is in none of its files",
+            do="copy the whole folder again, or make the reference anew",
+        )
 
     def describe(self) -> str:
         """One line: who computed it, in which precision, on how many samples of what data."""
@@ -191,7 +218,10 @@ class ReferenceWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None:
             self.close()

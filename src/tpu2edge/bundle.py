@@ -81,8 +81,6 @@ def load_bundle(path: Path | str, *, verify: bool = True) -> Bundle:
     Raises:
         BundleError: no bundle, a newer format, a missing or a changed file (all are listed).
     """
-    from tpu2edge.runtime_check.parity import ParityReport
-
     folder = Path(path)
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
@@ -92,17 +90,33 @@ def load_bundle(path: Path | str, *, verify: bool = True) -> Bundle:
             do="give a folder made by `tpu2edge export`",
         ) from err
     except (OSError, ValueError) as err:
-        raise BundleError(f"'{folder}' is damaged: manifest.json: {err}", do="export again") from err
-    if manifest.get("kind") != "tpu2edge-bundle":
+        raise BundleError(
+            f"'{folder}' is damaged: manifest.json: {err}", do="export again"
+        ) from err
+    if not isinstance(manifest, dict) or manifest.get("kind") != "tpu2edge-bundle":
         raise BundleError(f"'{folder}' is no bundle", do="give a folder made by `tpu2edge export`")
-    if manifest["format_version"] > FORMAT_VERSION:
+    if manifest.get("format_version", 0) > FORMAT_VERSION:
         raise BundleError(
             f"'{folder}' has bundle format {manifest['format_version']}, this tpu2edge reads up to "
             f"{FORMAT_VERSION}",
             do="upgrade tpu2edge",
         )
+    try:
+        return _bundle_from_manifest(folder, manifest, verify)
+    except (KeyError, TypeError, ValueError, OSError) as err:
+        raise BundleError(
+            f"'{folder}' is damaged: {type(err).__name__}: {err}",
+            do="copy it again, or export again",
+        ) from err
+
+
+def _bundle_from_manifest(folder: Path, manifest: dict[str, Any], verify: bool) -> Bundle:
+    from tpu2edge.runtime_check.parity import ParityReport
+
     if verify:
-        _verify(folder, manifest["files"])
+        _verify(
+            folder, {**manifest["files"], **{m["file"]: m["sha256"] for m in manifest["models"]}}
+        )
     layers = _layers(folder / "layers.json")
     report = json.loads((folder / "parity.json").read_text())
     report["times"] = manifest.get("times", {}).get("devices", {})
@@ -165,11 +179,20 @@ def refuse_existing(target: Path, *, force: bool) -> None:
         return
     if not force:
         raise BundleError(f"'{target}' exists", do="use --force to replace it, or another --output")
-    if not (target / "manifest.json").is_file():
+    if not _is_bundle(target):
         raise BundleError(
             f"'{target}' exists and is no bundle, so it is not replaced even with --force",
             do="choose another --output",
         )
+
+
+def _is_bundle(folder: Path) -> bool:
+    """Whether ``folder`` was made by us; many other things are called manifest.json, too."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("kind") == "tpu2edge-bundle"
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ def write_atomically(path: Path, data: str | bytes) -> None:
     raw = data.encode() if isinstance(data, str) else data
     with _temporary_beside(path) as temporary:
         temporary.write_bytes(raw)
-        os.replace(temporary, path)
+        temporary.replace(path)
 
 
 @contextlib.contextmanager
