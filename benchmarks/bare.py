@@ -13,6 +13,10 @@ module, args = getattr(models, sys.argv[1])()
 litert_torch.convert(module, args).export(sys.argv[2])
 interpreter = Interpreter(model_path=sys.argv[2])
 runner = interpreter.get_signature_runner()
-outputs = runner(**{f"args_{i}": arg.numpy().astype(np.dtype(d["dtype"]))
-                    for (i, arg), d in zip(enumerate(args), runner.get_input_details().values(), strict=True)})
+outputs = runner(
+    **{
+        f"args_{i}": arg.numpy().astype(np.dtype(d["dtype"]))
+        for (i, arg), d in zip(enumerate(args), runner.get_input_details().values(), strict=True)
+    }
+)
 print({name: value.shape for name, value in outputs.items()})

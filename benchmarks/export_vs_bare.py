@@ -57,7 +57,10 @@ def compare_files(name: str, ours: Path, bare: Path, lines: Lines) -> None:
     same = "equal" if np.array_equal(*found) else f"error over range {error:.1e}"
     print(f"{name} outputs of the two files: {same}", flush=True)
     lines.add(
-        f"{name} file size", ours.stat().st_size / 1e6, bare.stat().st_size / 1e6, unit="MB",
+        f"{name} file size",
+        ours.stat().st_size / 1e6,
+        bare.stat().st_size / 1e6,
+        unit="MB",
         at_most=1.0,
     )
 

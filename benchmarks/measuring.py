@@ -35,7 +35,10 @@ def cost_of(command: Sequence[str], *, env: Mapping[str, str] | None = None) -> 
     before = os.times()
     begun = time.perf_counter()
     process = subprocess.Popen(
-        command, env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        command,
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
     peak = [0]
     done = threading.Event()
@@ -94,7 +97,13 @@ class Lines:
         self.rows: list[dict[str, Any]] = []
 
     def add(
-        self, name: str, ours: float, bare: float, *, unit: str, at_most: float | None = None,
+        self,
+        name: str,
+        ours: float,
+        bare: float,
+        *,
+        unit: str,
+        at_most: float | None = None,
         at_least: float | None = None,
     ) -> None:
         """``ours`` beside ``bare``; what was wanted is told, not asserted."""
@@ -110,8 +119,13 @@ class Lines:
         )
         self.rows.append(
             {
-                "name": name, "unit": unit, "ours": ours, "bare": bare, "ratio": ratio,
-                "at_most": at_most, "at_least": at_least,
+                "name": name,
+                "unit": unit,
+                "ours": ours,
+                "bare": bare,
+                "ratio": ratio,
+                "at_most": at_most,
+                "at_least": at_least,
             }
         )
 

@@ -19,8 +19,8 @@ from torch import nn
 import tpu2edge
 
 sys.path.insert(0, str(Path(__file__).parent / "digits"))
-from model import DigitsNet  # noqa: E402
-from train import data  # noqa: E402
+from model import DigitsNet
+from train import data
 
 EPOCHS = 6
 CHECKPOINTS = (2, 4)  # epochs after which the model is exported
