@@ -30,6 +30,7 @@ from tpu2edge.types import (
     Progress,
     Sample,
     Signature,
+    Tensors,
     TensorSpec,
     no_progress,
 )
@@ -485,6 +486,7 @@ class _Data:
     samples: Sequence[Sample]
     source: Mapping[str, Any]  # for the reference's manifest
     notes: Sequence[Note] = ()
+    eager: Mapping[str, Tensors] = field(default_factory=dict)  # outputs known by sample id
 
 
 class _Stages:
@@ -555,10 +557,13 @@ class _Job:
         provenance: Mapping[str, Any],
         notes: Sequence[Note] = (),
     ) -> Bundle:
+        from tpu2edge.export.program import keep_global_state
+
         started = time.time()
         self.check_budgets()
         self._say(notes)
         with (
+            keep_global_state(),  # importing litert_torch alone seeds torch and NumPy anew
             bundles.staged(self.output, force=self.force) as folder,
             _log_stream(self.log_path or folder / "log.txt") as log,
             _warnings_to(log),
@@ -604,7 +609,8 @@ class _Job:
         )
         for index, sample in enumerate(data.samples):
             self.progress("reference: eager and float64", index, total)
-            main.add(sample, program.eager(sample.inputs))
+            known = data.eager.get(sample.id)
+            main.add(sample, program.eager(sample.inputs) if known is None else known)
             side.add(sample, program.oracle(sample.inputs))
         if program.oracle_exceptions:
             names = ", ".join(program.oracle_exceptions)
@@ -831,12 +837,17 @@ def _synthetic(program: TracedProgram, count: int, seed: int) -> _Data:
     made = synthetic_samples(program.example, program.signature.inputs, count=count, seed=seed)
     usable: list[Sample] = []
     notes: list[Note] = []
+    eager: dict[str, Tensors] = {}
     for sample in made:
-        if sample.id == "example" or _runs(program, sample):
-            usable.append(sample)
-        else:
+        try:
+            eager[sample.id] = program.eager(sample.inputs)
+        except Tpu2EdgeError:
+            if sample.id == "example":
+                raise
             text = f"synthetic sample '{sample.id}' is one that the module cannot take: left out"
             notes.append(Note(code="sample-left-out", text=text))
+        else:
+            usable.append(sample)
     usable.extend(_dynamic_ends(program, seed))
     notes.append(
         Note(
@@ -845,15 +856,8 @@ def _synthetic(program: TracedProgram, count: int, seed: int) -> _Data:
             "it (synthetic data)",
         )
     )
-    return _Data(usable, {"kind": "synthetic", "seed": seed, "count": len(usable)}, notes)
-
-
-def _runs(program: TracedProgram, sample: Sample) -> bool:
-    try:
-        program.eager(sample.inputs)
-    except Tpu2EdgeError:
-        return False
-    return True
+    source = {"kind": "synthetic", "seed": seed, "count": len(usable)}
+    return _Data(usable, source, notes, eager)
 
 
 def _dynamic_ends(program: TracedProgram, seed: int) -> list[Sample]:
