@@ -349,5 +349,5 @@ def weights_digest(module: nn.Module) -> str:
         value = (gather() if gather is not None else tensor).detach().cpu().contiguous()
         digest.update(f"{clean}|{value.dtype}|{tuple(value.shape)}|".encode())
         if value.numel():
-            digest.update(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+            digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
