@@ -114,7 +114,7 @@ def affine_graph(
     named = {"scaled": "scaled", "shifted": "shifted"} if outputs is None else dict(outputs)
     return Graph(
         signature=signature,
-        tensors={name: ("float32", shape) for name in ("x", "scaled", "shifted")},
+        tensors=dict.fromkeys(("x", "scaled", "shifted"), ("float32", shape)),
         constants={"weight": weight, "shift": shift},
         ops=[("MUL", ("x", "weight"), ("scaled",)), ("ADD", ("x", "shift"), ("shifted",))],
         inputs={"x": "x"},

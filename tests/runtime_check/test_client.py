@@ -205,7 +205,9 @@ def test_a_worker_killed_in_mid_run_is_a_device_error_with_the_signals_name(smal
     command = faulty(f"os.kill(os.getpid(), signal.{name})")
     seen = 0
     with Session(small_tflite, command=command, device="phone") as session:
-        with pytest.raises(DeviceError, match=rf"'phone' died by signal {name}.*run small") as error:
+        with pytest.raises(
+            DeviceError, match=rf"'phone' died by signal {name}.*run small"
+        ) as error:
             for _ in session.run("serving_default", images(5)):
                 seen += 1
     assert seen == 1  # the first sample goes alone, the second request is the one that kills
