@@ -203,14 +203,12 @@ def test_a_sample_that_does_not_fit_is_refused_and_the_session_lives(small_tflit
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL"])
 def test_a_worker_killed_in_mid_run_is_a_device_error_with_the_signals_name(small_tflite, name):
     command = faulty(f"os.kill(os.getpid(), signal.{name})")
-    seen = 0
+    words = rf"'phone' died by signal {name}.*run small"
     with Session(small_tflite, command=command, device="phone") as session:
-        with pytest.raises(
-            DeviceError, match=rf"'phone' died by signal {name}.*run small"
-        ) as error:
-            for _ in session.run("serving_default", images(5)):
-                seen += 1
-    assert seen == 1  # the first sample goes alone, the second request is the one that kills
+        answers = session.run("serving_default", images(5))
+        next(answers)  # the first sample goes alone, the second request is the one that kills
+        with pytest.raises(DeviceError, match=words) as error:
+            next(answers)
     assert error.value.exit_code == 4
     with Session(small_tflite) as session:
         assert len(list(session.run("serving_default", images(5)))) == 5
@@ -248,17 +246,21 @@ def test_a_worker_that_hangs_is_ended_after_the_timeout(small_tflite):
 def test_a_worker_that_stops_reading_is_ended_too(make_affine):
     path = make_affine(np.float32([2]), np.float32([0]), shape=[5_000_000])
     x = np.zeros(5_000_000, np.float32)
-    with Session(path, command=faulty("time.sleep(600)", at=1), timeout_s=1.5) as session:
-        with pytest.raises(DeviceError, match="gave no answer"):
-            list(session.run("serving_default", [{"x": x}]))
+    with (
+        Session(path, command=faulty("time.sleep(600)", at=1), timeout_s=1.5) as session,
+        pytest.raises(DeviceError, match="gave no answer"),
+    ):
+        list(session.run("serving_default", [{"x": x}]))
 
 
 def test_a_worker_that_closes_its_pipes_and_lives_on_is_ended(small_tflite, monkeypatch):
     act = "os.close(1); os.close(space['_out'].fileno()); time.sleep(600)"
     monkeypatch.setattr(client, "_DYING_S", 0.3)
-    with Session(small_tflite, command=faulty(act), timeout_s=30) as session:
-        with pytest.raises(DeviceError, match="SIGKILL"):
-            list(session.run("serving_default", images(5)))
+    with (
+        Session(small_tflite, command=faulty(act), timeout_s=30) as session,
+        pytest.raises(DeviceError, match="SIGKILL"),
+    ):
+        list(session.run("serving_default", images(5)))
 
 
 @pytest.mark.parametrize(

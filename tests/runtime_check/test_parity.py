@@ -225,9 +225,8 @@ def test_an_output_too_many_or_renamed_fails(make_affine, reference):
     report = check_model(edge_model(path), reference, FLOAT)
     assert "it has besides ['more']" in report.cases[0].reasons[0].text
     path = make_affine(WEIGHT, SHIFT, outputs={"scaled": "scaled", "output_1": "shifted"})
-    (text,) = {
-        case.reasons[0].text for case in check_model(edge_model(path), reference, FLOAT).cases
-    }
+    report = check_model(edge_model(path), reference, FLOAT)
+    (text,) = {case.reasons[0].text for case in report.cases}
     assert "lacks ['shifted'] and has besides ['output_1']" in text
 
 
