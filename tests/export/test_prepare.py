@@ -80,7 +80,7 @@ class Everything(nn.Module):
         self.plain = [torch.ones(3), {"k": torch.zeros(2)}]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.low(self.norm(x).bfloat16()).float()) + self.wide.sum()
+        return self.head(self.low(self.norm(x).to(self.low.weight.dtype)).float()) + self.wide.sum()
 
 
 def test_the_callers_module_is_bit_identical_and_the_same_objects_afterwards():
