@@ -167,3 +167,11 @@ def test_an_operator_of_the_top_module_is_told_as_such():
 )
 def test_the_tracing_wrapper_is_taken_off_paths_but_the_users_own_inner_is_not(path, wanted):
     assert strip_wrapper(path) == wanted
+
+
+def test_our_own_frames_are_never_the_users_place():
+    # The error comes from torch, called by our own tracing code: there is no line of the user's.
+    with pytest.raises(ExportError) as error:
+        trace_module(nn.Sequential(nn.Linear(3, 2)).eval(), (torch.ones(2, 5),))
+    assert "program.py" not in str(error.value.place)
+    assert error.value.place.module == "0"
