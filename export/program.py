@@ -297,8 +297,7 @@ def _export(
     flat: _Flat, tensors: tuple[torch.Tensor, ...], shapes: tuple[tuple[dict[int, Any], ...]] | None
 ) -> ExportedProgram:
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("default")  # a caller who makes errors of warnings means his own
+        with torch.no_grad():
             return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
     except Tpu2EdgeError:
         raise
@@ -538,6 +537,7 @@ def keep_global_state() -> Iterator[None]:
     """Put random generators, grad mode and the default dtype back as they were.
 
     A caller's autocast and default device are left outside: the export is in float32 on the CPU.
+    So are warnings turned into errors, which torch.export's own would set off.
     """
     default = torch.get_default_dtype()
     numpy_state, python_state = np.random.get_state(), random.getstate()
@@ -546,6 +546,9 @@ def keep_global_state() -> Iterator[None]:
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=devices))
+            if any(action == "error" for action, *_ in warnings.filters):
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("default")
             if torch.is_autocast_enabled("cpu"):
                 stack.enter_context(torch.autocast("cpu", enabled=False))
             if torch.get_default_device().type != "cpu":
