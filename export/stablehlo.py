@@ -283,7 +283,9 @@ def _numpy(tensor: torch.Tensor, dtype: str) -> Array:
         limits = np.iinfo(dtype)
         if array.size and (array.min() < limits.min or array.max() > limits.max):
             raise ConversionError(f"an integer weight does not fit {dtype}: {array.max()}")
-    return np.ascontiguousarray(array, dtype=None if dtype == "bfloat16" else dtype)
+    if dtype != "bfloat16":
+        array = array.astype(dtype, copy=False)
+    return np.require(array, requirements="C")
 
 
 # --- names ---------------------------------------------------------------------------------------

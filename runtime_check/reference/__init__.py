@@ -1,0 +1,1 @@
+"""Where reference outputs come from: captured on a device, predicted, or computed on the CPU."""
