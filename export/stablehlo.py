@@ -85,6 +85,8 @@ def stablehlo_from_program(
         "torchax": _lower_by_torchax,
         "litert-torch": _lower_by_litert_torch,
     }[route]
+    if route != "torchtpu":
+        _keep_jax_off_absent_tpus()
     flat = _Program(program, _decomposed(program, route))
     try:
         text, more = lower(flat)
@@ -381,7 +383,6 @@ def _module_of(node: torch.fx.Node) -> str:
 
 
 def _lower_by_torchax(flat: _Program) -> _Lowered:
-    _keep_jax_off_absent_tpus()
     import jax
 
     _import_torchax()

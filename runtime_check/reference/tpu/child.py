@@ -117,6 +117,8 @@ class _Runner:
 
         from tpu2edge.runtime_check.reference.tpu import program
 
+        # Programs of two routes take int64; without this, JAX would narrow what is handed to them.
+        jax.config.update("jax_enable_x64", True)
         put: Any = jax.device_put
         start = time.monotonic()
         if request.get("prelayout"):
