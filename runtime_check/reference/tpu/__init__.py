@@ -12,7 +12,7 @@ from tpu2edge.runtime_check.reference.tpu.compile import (
 )
 from tpu2edge.runtime_check.reference.tpu.emulate import NOT_MODELLED, Prediction, predict
 from tpu2edge.runtime_check.reference.tpu.plan import Matmul, PrecisionPlan, plan_from_compiled
-from tpu2edge.runtime_check.reference.tpu.report import TopologyReport, TpuReport, report
+from tpu2edge.runtime_check.reference.tpu.survey import TopologyReport, TpuReport, report
 from tpu2edge.runtime_check.reference.tpu.topologies import TOPOLOGIES, Topology, topology_named
 
 __all__ = [
@@ -21,8 +21,8 @@ __all__ = [
     "TOPOLOGIES",
     "Compiled",
     "Matmul",
-    "Prediction",
     "PrecisionPlan",
+    "Prediction",
     "Topology",
     "TopologyReport",
     "TpuReport",

@@ -104,13 +104,18 @@ def report(
     results, libtpu = [], None
     for i, topology in enumerate(topologies):
         progress(f"compile for TPU {topology.generation}", i, len(topologies))
-        names = {"generation": topology.generation, "topology": topology.libtpu_name}
         try:
             compiled = compile_program(
                 program, topology, precision=precision, timeout_s=timeout_s, cache=folder
             )
         except DeviceError as exc:
-            results.append(TopologyReport(**names, reason=exc.what))
+            results.append(
+                TopologyReport(
+                    generation=topology.generation,
+                    topology=topology.libtpu_name,
+                    reason=exc.what,
+                )
+            )
             continue
         libtpu = compiled.libtpu
         plan, reason = None, None
