@@ -1,1 +1,5 @@
-"""Where reference outputs come from: captured on a device, predicted, or computed on the CPU."""
+"""References: samples with the outputs that are trusted, written once and replayed anywhere."""
+
+from tpu2edge.runtime_check.reference.store import Reference, ReferenceWriter
+
+__all__ = ["Reference", "ReferenceWriter"]

@@ -89,6 +89,10 @@ class Tpu2EdgeError(Exception):
         self.place = place if place else None
         self.step = step
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # By default an exception is made again from its positional arguments alone, and fails.
+        return (error_from_json, (self.to_json(),))
+
     @property
     def kind(self) -> str:
         """Class name, the machine-readable kind of the error."""
@@ -180,13 +184,12 @@ def error_from_json(data: dict[str, object]) -> Tpu2EdgeError:
     known = {cls.__name__: cls for cls in _tree(Tpu2EdgeError)}
     cls = known.get(str(data.get("kind")), Tpu2EdgeError)
     place = data.get("place")
-    error = cls(
+    return cls(
         str(data.get("what", "")),
         do=str(data.get("do", "")),
         place=Place(**place) if isinstance(place, dict) else None,
         step=str(data.get("step", "")),
     )
-    return error
 
 
 def _tree(cls: type[Tpu2EdgeError]) -> list[type[Tpu2EdgeError]]:

@@ -1,0 +1,79 @@
+"""``tpu2edge check``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["check"]
+
+
+def check(
+    target: Annotated[
+        Path, typer.Argument(metavar="BUNDLE_OR_TFLITE", help="A bundle folder or a .tflite file.")
+    ],
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR_OR_FILE",
+            help="Inputs and outputs to compare with: a reference folder, .npz or .safetensors. "
+            "Without it: the bundle's own.",
+        ),
+    ] = None,
+    inputs: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="Other samples than the reference's. Repeatable."),
+    ] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Bounds that the numbers must keep, as 'sqnr>=30dB' or 'logits:top1>=0.99'. "
+            "Repeatable. Without it: the bundle's or the recipe's own.",
+        ),
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Where to run the files. Repeatable. [host]"),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Threads for running the files.")
+    ] = None,
+    signature: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The entry to check; else all of them.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print the last line only, and what is wrong.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show what LiteRT writes.")
+    ] = False,
+) -> int:
+    """Run a .tflite file and compare its outputs with a reference.
+
+    \b
+    Examples:
+      tpu2edge check out
+      tpu2edge check out --budget 'logits:sqnr>=60dB' --json
+      tpu2edge check model.tflite --reference tpu-reference/
+    """
+    from tpu2edge.cli import printing
+    from tpu2edge.cli.display import Display
+    from tpu2edge.cli.supervise import run_job
+    from tpu2edge.pipeline import CheckRequest
+
+    request = CheckRequest(
+        target=target,
+        reference=reference,
+        inputs=tuple(inputs or ()),
+        budgets=tuple(budget or ()),
+        devices=tuple(device or ("host",)),
+        threads=threads,
+        signature=signature,
+    )
+    outcome = run_job("check", request.to_json(), display=Display(quiet=quiet, verbose=verbose))
+    printing.print_check(outcome, target, as_json=json, quiet=quiet)
+    return outcome.exit_code

@@ -1,0 +1,128 @@
+"""``tpu2edge export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["export"]
+
+
+def export(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="file.py, file.py:function, package.module:function (the function returns a "
+            "module, or a module and example inputs; get_model and get_args are found too), or a "
+            "saved ExportedProgram (.pt2).",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="The bundle folder to make.")
+    ],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Weights: .safetensors, .pt/.pth, or a PyTorch Distributed Checkpoint folder.",
+        ),
+    ] = None,
+    inputs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Samples to check with, by input name: .npz, .safetensors, or a folder of them. "
+            "Repeatable. Without it: the example inputs and seeded variations of them.",
+        ),
+    ] = None,
+    num_samples: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="How many samples to make up when no --inputs are given."
+        ),
+    ] = 8,
+    dynamic: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME.AXIS=MIN:MAX",
+            help="An input's dimension that may change from run to run. Repeatable.",
+        ),
+    ] = None,
+    signature_name: Annotated[
+        str, typer.Option(metavar="NAME", help="Name of the entry in the file.")
+    ] = "serving_default",
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="How weights are stored. Repeatable: one file each. [float32]"
+        ),
+    ] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Bounds that the numbers must keep, as 'sqnr>=30dB' or 'logits:top1>=0.99'. "
+            "Repeatable. Without it: the recipe's own.",
+        ),
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Where to run the files. Repeatable. [host]"),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Threads for running the files.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the made-up samples.")] = 0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a bundle that is there already.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print the last line only, and what is wrong.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show what torch and the converter write.")
+    ] = False,
+) -> int:
+    """Take a PyTorch model to a .tflite file that was run and compared.
+
+    The bundle folder holds the files, the reference, the parity report and a log.
+
+    \b
+    Examples:
+      tpu2edge export model.py -o out
+      tpu2edge export model.py:build --checkpoint weights.safetensors --inputs samples.npz -o out
+      tpu2edge export model.py --recipe float32 --recipe dynamic_wi8_afp32 -o out
+      tpu2edge export model.py --dynamic tokens.1=8:128 --budget 'sqnr>=60dB' -o out
+    """
+    from tpu2edge.cli import printing
+    from tpu2edge.cli.display import Display
+    from tpu2edge.cli.supervise import run_job
+    from tpu2edge.pipeline import ExportRequest
+
+    request = ExportRequest(
+        source=model,
+        output=output,
+        checkpoint=checkpoint,
+        inputs=tuple(inputs or ()),
+        num_samples=num_samples,
+        dynamic=tuple(dynamic or ()),
+        signature_name=signature_name,
+        recipes=tuple(recipe or ("float32",)),
+        budgets=tuple(budget or ()),
+        devices=tuple(device or ("host",)),
+        threads=threads,
+        seed=seed,
+        force=force,
+    )
+    outcome = run_job(
+        "export",
+        request.to_json(),
+        display=Display(quiet=quiet, verbose=verbose),
+        output=output,
+    )
+    printing.print_export(outcome, output, as_json=json, quiet=quiet)
+    return outcome.exit_code

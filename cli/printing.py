@@ -1,0 +1,479 @@
+"""Everything that the commands print as their result, as tables for people or as JSON.
+
+Results go to stdout. The parity table is made from the plain data of ``parity.json``;
+:func:`rows_of` is the one place that knows its schema.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tpu2edge.types import Note
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tpu2edge.doctor import Diagnosis
+    from tpu2edge.flatbuffer import Subgraph, TfliteFile
+
+__all__ = [
+    "ParityRow",
+    "model_json",
+    "print_check",
+    "print_diagnosis",
+    "print_export",
+    "print_json",
+    "print_model",
+    "print_parity",
+    "rows_of",
+    "size_text",
+]
+
+_TOP_WEIGHTS = 20
+_COLORS = {"PASS": "green", "FAIL": "red", "ERROR": "magenta"}
+_WIDE = 200  # columns where there is no terminal: a table in a log file must not be folded
+
+
+class Outcome(Protocol):
+    """What a supervised job came to (:class:`tpu2edge.cli.supervise.Outcome`)."""
+
+    @property
+    def result(self) -> Mapping[str, Any]: ...
+    @property
+    def notes(self) -> tuple[Note, ...]: ...
+    @property
+    def stages(self) -> tuple[tuple[str, float], ...]: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def exit_code(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityRow:
+    """One line of the parity table: one output of one model on one device."""
+
+    model: str  # file name
+    recipe: str
+    device: str
+    signature: str
+    output: str
+    verdict: str
+    budget: str = ""
+    sqnr_db_worst: float | None = None
+    sqnr_db_median: float | None = None
+    range_error: float | None = None
+    max_abs: float | None = None
+    top1: float | None = None
+    reasons: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # what to know about it, whatever the verdict
+    split: str = ""  # which step spends the error, in words
+
+
+def rows_of(report: Mapping[str, Any]) -> tuple[ParityRow, ...]:
+    """The rows of ``parity.json`` (format_version 1)."""
+    return tuple(_row(case) for case in report["cases"])
+
+
+def _row(case: Mapping[str, Any]) -> ParityRow:
+    metrics = case["metrics"] or {}
+    numbers = {
+        name: None if (value := metrics.get(name)) is None else float(value)
+        for name in ("sqnr_db_worst", "sqnr_db_median", "range_error", "max_abs", "top1")
+    }
+    return ParityRow(
+        model=case["model"],
+        recipe=case["recipe"],
+        device=case["device"],
+        signature=case["signature"],
+        output=case["output"],
+        verdict=case["verdict"],
+        budget=case["budget"],
+        reasons=tuple(r["text"] for r in case["reasons"] if not r["code"].startswith("flag-")),
+        flags=tuple(r["text"] for r in case["reasons"] if r["code"].startswith("flag-")),
+        split=_split_words(case["error_split"]),
+        **numbers,
+    )
+
+
+def _split_words(split: Mapping[str, Any] | None) -> str:
+    """Which step of the error is the largest, with the others in brackets; "" if not known."""
+    if split is None:
+        return ""
+    steps = {
+        name: float(split[f"{name}_db"])
+        for name in ("float32", "conversion", "quantization")
+        if split[f"{name}_db"] is not None
+    }
+    largest = split["largest"]
+    others = ", ".join(f"{name} {_db(v)}" for name, v in steps.items() if name != largest)
+    others = f" ({others})" if others else ""
+    return f"the largest step of the error is {largest}: {_db(steps[largest])} dB{others}"
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """One JSON document; NaN and infinities, which JSON does not have, become strings."""
+    print(json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_export(outcome: Outcome, output: Path, *, as_json: bool, quiet: bool) -> None:
+    """The parity table, the reasons of what failed, where the bundle is and what to do next."""
+    bundle = Path(outcome.result["bundle"])
+    report = json.loads((bundle / "parity.json").read_text(encoding="utf-8"))
+    if as_json:
+        print_json(_outcome_json(outcome, report) | {"bundle": str(bundle)})
+        return
+    sizes = {path.name: path.stat().st_size for path in bundle.glob("*.tflite")}
+    print_parity(report, sizes=sizes, table=not quiet)
+    size = sum(sizes.values())
+    saved = f"{outcome.seconds:.1f}s, saved as '{output}' ({size_text(size)})"
+    word = _word(outcome.exit_code)
+    if outcome.exit_code == 0:
+        print(f"export success {saved}")
+    else:
+        print(f"export done {saved}, but parity {word}")
+    if not quiet:
+        print(f"next: tpu2edge inspect {_quoted(output)}")
+        print(f"      tpu2edge check {_quoted(output)}")
+
+
+def print_check(outcome: Outcome, target: Path, *, as_json: bool, quiet: bool) -> None:
+    """The parity table, the reasons of what failed, and one last line."""
+    report = outcome.result["report"]
+    if as_json:
+        print_json(_outcome_json(outcome, report) | {"target": str(target)})
+        return
+    files = target.glob("*.tflite") if target.is_dir() else [target]
+    sizes = {path.name: path.stat().st_size for path in files}
+    print_parity(report, sizes=sizes, table=not quiet)
+    word = "success" if outcome.exit_code == 0 else _word(outcome.exit_code)
+    print(f"check {word} {outcome.seconds:.1f}s, {len(rows_of(report))} outputs of '{target}'")
+
+
+def print_parity(
+    report: Mapping[str, Any], *, sizes: Mapping[str, int] | None = None, table: bool = True
+) -> None:
+    """The table, and below it in words why a row is not PASS.
+
+    ``sizes`` are the bytes of the files by name. What is wrong is printed without the table too.
+    """
+    from rich.text import Text
+
+    rows = rows_of(report)
+    console = _console()
+    if table:
+        print(f"compared with {report['reference']}")
+        console.print(_parity_table(rows, sizes or {}))
+    said: dict[tuple[str, str, str, str], list[str]] = {}
+    for row in rows:
+        lines = [(row.verdict, text) for text in row.reasons]
+        if row.verdict != "PASS":
+            lines = lines or [(row.verdict, f"outside of {row.budget}")]
+            lines += [("", row.split)] if row.split else []
+        lines += [("note", text) for text in row.flags] if table else []
+        for word, text in lines:
+            said.setdefault((word, row.recipe, row.device, text), []).append(row.output)
+    for (word, recipe, device, text), outputs in said.items():
+        names = ", ".join(f"'{name}'" for name in outputs)
+        head = f"{word} " if word else "    "
+        line = Text(head, style=_COLORS.get(word, ""))
+        line.append(
+            f"{recipe} on {device}, output{'s' * (len(outputs) > 1)} {names}: {text}",
+            style="default",
+        )
+        console.print(line, soft_wrap=True)
+
+
+def _parity_table(rows: Sequence[ParityRow], sizes: Mapping[str, int]) -> Table:
+    from rich.text import Text
+
+    drawn = _table(
+        "model", ">size", "device", "output", ">SQNR dB worst / median", ">error/range",
+        ">max abs", ">top-1", "verdict",
+    )  # fmt: skip
+    has_signatures = len({row.signature for row in rows}) > 1
+    for row in rows:
+        size = sizes.get(row.model)
+        name = f"{row.signature}: {row.output}" if has_signatures else row.output
+        drawn.add_row(
+            Text(row.recipe),
+            "–" if size is None else size_text(size),
+            Text(row.device),
+            Text(name),
+            f"{_db(row.sqnr_db_worst)} / {_db(row.sqnr_db_median)}",
+            _small(row.range_error),
+            _small(row.max_abs),
+            "–" if row.top1 is None else f"{row.top1:.2%}",
+            Text(row.verdict, style=_COLORS.get(row.verdict, "")),
+        )
+    return drawn
+
+
+def print_diagnosis(found: Diagnosis) -> None:
+    """The state of the machine, and one last line."""
+    from rich.text import Text
+
+    console = _console()
+    print(f"tpu2edge {found.version}, Python {found.python}, {found.platform}")
+    drawn = _table("package", "installed", "tested", "")
+    words = {
+        "ok": ("", "green"),
+        "missing": ("missing", "red"),
+        "absent": ("only on a TPU host", "dim"),
+        "untested": ("not the tested version", "yellow"),
+    }
+    for package in found.packages:
+        word, style = words[package.state]
+        drawn.add_row(
+            package.name, package.installed or "–", package.tested or "–", Text(word, style=style)
+        )
+    console.print(drawn)
+    print(f"LiteRT: {'ok' if found.litert.ok else 'broken'}: {found.litert.text}")
+    for facility in found.facilities:
+        print(f"{facility.name}: {facility.state}: {facility.text}")
+        if facility.how:
+            print(f"    to get it: {facility.how}")
+    if found.can_export:
+        print("tpu2edge export can run here")
+        return
+    missing = [p.name for p in found.packages if p.state == "missing"]
+    if missing:
+        print(f"tpu2edge export cannot run here: missing {', '.join(missing)}")
+        pins = [f"{p.name}=={p.tested}" for p in found.packages if p.name in missing]
+        print(f"next: pip install {' '.join(pins)}")
+    else:
+        print("tpu2edge export cannot run here: LiteRT does not run (see above)")
+        print("next: pip install --force-reinstall --no-deps ai-edge-litert")
+
+
+def print_model(file: TfliteFile, *, tensors: bool = False) -> None:
+    """Signatures, operators and weights of a file; every tensor too if asked for."""
+    from rich.text import Text
+
+    from tpu2edge.flatbuffer import signatures_of, summarize
+
+    console = _console()
+    summary = summarize(file)
+    graphs = len(file.subgraphs)
+    ops = sum(file.op_histogram.values())
+    print(
+        f"{file.path or 'model'}: {size_text(file.size_bytes)}, "
+        f"{graphs} graph{'s' * (graphs != 1)}, {ops} operator{'s' * (ops != 1)}"
+        + (f", '{file.description}'" if file.description else "")
+    )
+    for signature in signatures_of(file):
+        print(f"signature '{signature.name}'")
+        for word, specs in (("input", signature.inputs), ("output", signature.outputs)):
+            for spec in specs:
+                scale = (
+                    ""
+                    if spec.scale is None
+                    else f", real = {spec.scale:.6g} * (q - {spec.zero_point})"
+                )
+                print(f"    {word:6} {spec}{scale}")
+    if not file.signatures:
+        print("no signature: inputs and outputs by the names of their tensors")
+        graph = file.subgraphs[0]
+        for word, indexes in (("input", graph.inputs), ("output", graph.outputs)):
+            for index in indexes:
+                t = graph.tensors[index]
+                print(f"    {word:6} {t.name}: {t.dtype}[{_shape(t.shape_signature)}]")
+
+    drawn = _table("operator", ">count")
+    for name, count in file.op_histogram.items():
+        drawn.add_row(Text(name), str(count))
+    console.print(drawn)
+
+    print(
+        f"weights: {size_text(summary.weight_bytes)}, of which {size_text(summary.float_bytes)} "
+        f"({summary.float_share:.1%}) stayed float"
+    )
+    for kind, size in summary.weight_bytes_by_kind.items():
+        print(f"    {kind}: {size_text(size)}")
+    if summary.weights:
+        drawn = _table("weight", "shape", "stored as", ">size", "used by")
+        for weight in summary.weights[:_TOP_WEIGHTS]:
+            drawn.add_row(
+                Text(weight.name),
+                _shape(weight.shape),
+                weight.stored_as,
+                size_text(weight.size_bytes),
+                Text(", ".join(weight.used_by)),
+            )
+        console.print(drawn)
+    more = len(summary.weights) - _TOP_WEIGHTS
+    if more > 0:
+        print(f"and {more} smaller weights: --tensors lists every tensor")
+    if tensors:
+        for graph in file.subgraphs:
+            console.print(_tensor_table(graph))
+
+
+def model_json(file: TfliteFile, *, tensors: bool = False) -> dict[str, Any]:
+    """What :func:`print_model` shows, as plain data, with all weights."""
+    from tpu2edge.flatbuffer import signatures_of, summarize
+
+    summary = summarize(file)
+    data: dict[str, Any] = {
+        "path": None if file.path is None else str(file.path),
+        "size_bytes": file.size_bytes,
+        "description": file.description,
+        "signatures": [signature.to_json() for signature in signatures_of(file)],
+        "operators": dict(file.op_histogram),
+        "metadata": sorted(file.metadata),
+        "weights": {
+            "bytes": summary.weight_bytes,
+            "float_bytes": summary.float_bytes,
+            "float_share": summary.float_share,
+            "bytes_by_kind": dict(summary.weight_bytes_by_kind),
+            "constant_bytes_by_dtype": dict(summary.constant_bytes_by_dtype),
+            "tensors": [
+                {
+                    "name": w.name,
+                    "subgraph": w.subgraph,
+                    "index": w.index,
+                    "shape": list(w.shape),
+                    "dtype": w.dtype,
+                    "size_bytes": w.size_bytes,
+                    "stored_as": w.stored_as,
+                    "used_by": list(w.used_by),
+                }
+                for w in summary.weights
+            ],
+        },
+    }
+    if tensors:
+        data["subgraphs"] = [
+            {
+                "name": graph.name,
+                "inputs": list(graph.inputs),
+                "outputs": list(graph.outputs),
+                "tensors": [
+                    {
+                        "index": t.index,
+                        "name": t.name,
+                        "shape": list(t.shape_signature),
+                        "dtype": t.dtype,
+                        "stored_as": t.stored_as,
+                        "size_bytes": t.size_bytes,
+                        "is_constant": t.is_constant,
+                    }
+                    for t in graph.tensors
+                ],
+                "operators": [
+                    {
+                        "index": op.index,
+                        "name": op.composite or op.name,
+                        "inputs": list(op.inputs),
+                        "outputs": list(op.outputs),
+                    }
+                    for op in graph.operators
+                ],
+            }
+            for graph in file.subgraphs
+        ]
+    return data
+
+
+def size_text(size_bytes: int) -> str:
+    """Bytes in decimal units, "6.2 MB"; whole bytes below a thousand."""
+    if size_bytes < 1000:
+        return f"{size_bytes} B"
+    size = float(size_bytes)
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 999.95 or unit == "GB":
+            break
+    return f"{size:.1f} {unit}"
+
+
+def _tensor_table(graph: Subgraph) -> Table:
+    from rich.text import Text
+
+    roles = dict.fromkeys(graph.inputs, "input")
+    roles |= dict.fromkeys(graph.outputs, "output")
+    drawn = _table(">#", "tensor", "shape", "type", "role")
+    for t in graph.tensors:
+        role = "weight" if t.is_constant else roles.get(t.index, "")
+        drawn.add_row(str(t.index), Text(t.name), _shape(t.shape_signature), t.stored_as, role)
+    drawn.title = f"graph '{graph.name}'" if graph.name else f"graph {graph.index}"
+    return drawn
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    class PipeConsole(Console):
+        """Lets a closed pipe be seen by our own handler; rich would end with status 1 (FAIL)."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return PipeConsole(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+
+
+def _table(*columns: str) -> Table:
+    """A table; a column's name that begins with ">" is aligned to the right."""
+    from rich import box
+    from rich.table import Table
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    for column in columns:
+        drawn.add_column(
+            column.removeprefix(">"),
+            justify="right" if column.startswith(">") else "left",
+            overflow="fold",  # never an ellipsis: names are for copying
+        )
+    return drawn
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join("?" if size < 0 else str(size) for size in shape) or "scalar"
+
+
+def _word(exit_code: int) -> str:
+    return {0: "PASS", 1: "FAIL"}.get(exit_code, "ERROR")
+
+
+def _quoted(path: Path) -> str:
+    import shlex
+
+    return shlex.quote(str(path))
+
+
+def _outcome_json(outcome: Outcome, report: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "verdict": _word(outcome.exit_code),
+        "exit_code": outcome.exit_code,
+        "seconds": round(outcome.seconds, 3),
+        "stages": [{"stage": name, "seconds": round(s, 3)} for name, s in outcome.stages],
+        "notes": [{"code": note.code, "text": note.text} for note in outcome.notes],
+        "parity": report,
+    }
+
+
+def _db(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return "equal" if value == math.inf else f"{value:.1f}"
+
+
+def _small(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2g}"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,286 @@
+"""Parity budgets: what an output has to keep, as text, as data, and with defaults by recipe.
+
+A budget is a conjunction of bounds, for all outputs or for one::
+
+    sqnr>=30dB,cosine>=0.999          all float outputs
+    logits:sqnr>=25dB,top1>=0.99      the output 'logits' only
+    boxes:max_abs<=0.5
+
+Metrics: ``sqnr`` (worst sample, dB), ``sqnr_median`` (dB), ``range_error``, ``max_abs``, ``cosine``
+(worst sample), ``top1``, ``mismatch``. Formulas: metrics.py. ``allow_constant`` stands for "this
+output may be the same for every sample".
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpu2edge.errors import OptionError
+from tpu2edge.runtime_check.metrics import OutputMetrics
+
+__all__ = ["DEFAULT_SOURCES", "Bound", "Budget", "default_budget"]
+
+# metric -> (field of OutputMetrics, the only direction that makes sense)
+_METRICS: dict[str, tuple[str, str]] = {
+    "sqnr": ("sqnr_db_worst", ">="),
+    "sqnr_median": ("sqnr_db_median", ">="),
+    "range_error": ("range_error", "<="),
+    "max_abs": ("max_abs", "<="),
+    "cosine": ("cosine_worst", ">="),
+    "top1": ("top1", ">="),
+    "mismatch": ("mismatch", "<="),
+}
+_BOUND = re.compile(
+    r"^\s*(?P<metric>[a-z0-9_]+)\s*(?P<op>>=|<=)\s*(?P<value>[-+0-9.eE]+)\s*(?P<unit>dB|%)?\s*$"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """One bound on one metric: ``sqnr >= 30`` (dB for sqnr, else the metric's own number)."""
+
+    metric: str
+    value: float
+
+    @property
+    def op(self) -> str:
+        """The direction, which the metric decides."""
+        return _METRICS[self.metric][1]
+
+    def __str__(self) -> str:
+        unit = "dB" if self.metric.startswith("sqnr") else ""
+        return f"{self.metric}{self.op}{_exactly(self.value)}{unit}"
+
+    def applies(self, metrics: OutputMetrics) -> bool:
+        """Whether the metric exists for this output (no SQNR of integers, no top-1 of scalars)."""
+        return getattr(metrics, _METRICS[self.metric][0]) is not None
+
+    def check(self, metrics: OutputMetrics) -> str | None:
+        """None when it holds or does not apply; else a sentence with wanted and got."""
+        attribute, op = _METRICS[self.metric]
+        got = getattr(metrics, attribute)
+        if got is None:
+            return None
+        # Written so that NaN fails: no comparison with NaN holds.
+        holds = got >= self.value if op == ">=" else got <= self.value
+        if holds:
+            return None
+        unit = " dB" if self.metric.startswith("sqnr") else ""
+        word = "at least" if op == ">=" else "at most"
+        return f"{self.metric} {_short(got)}{unit}, wanted {word} {self.value:g}{unit}"
+
+
+def _exactly(value: float) -> str:
+    """The shortest text that reads back as the same number."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """Bounds for all outputs, and for single outputs in place of those.
+
+    ``integers`` holds the bounds for integer and boolean outputs that are not named.
+    """
+
+    floats: tuple[Bound, ...] = ()
+    integers: tuple[Bound, ...] = ()
+    outputs: Mapping[str, tuple[Bound, ...]] = field(default_factory=dict)
+    may_be_constant: frozenset[str] = frozenset()
+    source: str = "given"  # where the numbers come from, shown in the report
+
+    @classmethod
+    def parse(cls, *texts: str, base: Budget | None = None) -> Budget:
+        """The budget that ``texts`` describe, on top of ``base`` for what they leave open.
+
+        Raises:
+            OptionError: an unknown metric, a direction or number that makes no sense.
+        """
+        floats: tuple[Bound, ...] = ()
+        outputs: dict[str, tuple[Bound, ...]] = {}
+        constant: set[str] = set()
+        for text in texts:
+            name, bounds, allows = _parse_one(text)
+            if name is None:
+                floats += bounds
+                continue
+            if bounds:
+                outputs[name] = outputs.get(name, ()) + bounds
+            if allows:
+                constant.add(name)
+        base = base or cls()
+        integer_metrics = ("mismatch", "top1", "max_abs")
+        integers = tuple(b for b in floats if b.metric in integer_metrics)
+        return cls(
+            floats=floats or base.floats,
+            integers=integers or base.integers,
+            outputs={**base.outputs, **outputs},
+            may_be_constant=base.may_be_constant | constant,
+            source="given" if floats or outputs else base.source,
+        )
+
+    def bounds(self, output: str, *, is_float: bool) -> tuple[Bound, ...]:
+        """What the output called ``output`` has to keep."""
+        if output in self.outputs:
+            return self.outputs[output]
+        return self.floats if is_float else self.integers
+
+    def describe(self, output: str, *, is_float: bool) -> str:
+        """The same as text, as :meth:`parse` reads it."""
+        return ",".join(str(bound) for bound in self.bounds(output, is_float=is_float)) or "none"
+
+    def unknown_outputs(self, known: Iterable[str]) -> list[str]:
+        """Outputs that the budget names but the model does not have."""
+        names = set(known)
+        return sorted((set(self.outputs) | self.may_be_constant) - names)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, stored in the bundle with each model."""
+        return {
+            "floats": [str(b) for b in self.floats],
+            "integers": [str(b) for b in self.integers],
+            "outputs": {name: [str(b) for b in bounds] for name, bounds in self.outputs.items()},
+            "may_be_constant": sorted(self.may_be_constant),
+            "source": self.source,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Budget:
+        """The inverse of :meth:`to_json`."""
+        return cls(
+            floats=tuple(_parse_bound(t) for t in data["floats"]),
+            integers=tuple(_parse_bound(t) for t in data["integers"]),
+            outputs={
+                name: tuple(_parse_bound(t) for t in texts)
+                for name, texts in data["outputs"].items()
+            },
+            may_be_constant=frozenset(data["may_be_constant"]),
+            source=data["source"],
+        )
+
+
+def _parse_one(text: str) -> tuple[str | None, tuple[Bound, ...], bool]:
+    name: str | None = None
+    rest = text
+    head, colon, tail = text.rpartition(":")
+    if colon and not re.search(r"[<>]=", head):
+        name, rest = head.strip(), tail
+    bounds: list[Bound] = []
+    allows = False
+    for part in rest.split(","):
+        if part.strip() == "allow_constant":
+            if name is None:
+                raise OptionError(
+                    "--budget allow_constant needs the output it is for",
+                    do="write NAME:allow_constant",
+                )
+            allows = True
+        elif part.strip():
+            bounds.append(_parse_bound(part))
+    if not bounds and not allows:
+        raise OptionError(
+            f"--budget '{text}' holds no bound", do="write e.g. sqnr>=30dB,top1>=0.99"
+        )
+    return name, tuple(bounds), allows
+
+
+def _parse_bound(text: str) -> Bound:
+    match = _BOUND.match(text)
+    if match is None:
+        raise OptionError(
+            f"--budget: '{text.strip()}' is no bound",
+            do="write METRIC>=NUMBER or METRIC<=NUMBER, e.g. sqnr>=30dB",
+        )
+    metric = match["metric"]
+    if metric not in _METRICS:
+        close = difflib.get_close_matches(metric, _METRICS, n=1)
+        hint = f"the closest is '{close[0]}'; " if close else ""
+        raise OptionError(
+            f"--budget: unknown metric '{metric}'", do=f"{hint}known: {', '.join(_METRICS)}"
+        )
+    expected = _METRICS[metric][1]
+    if match["op"] != expected:
+        raise OptionError(
+            f"--budget: {metric}{match['op']} makes no sense", do=f"write {metric}{expected}NUMBER"
+        )
+    value = _number(match["value"])
+    unit = match["unit"]
+    if unit == "dB" and not metric.startswith("sqnr"):
+        raise OptionError(f"--budget: {metric} has no dB", do=f"write {metric}{expected}NUMBER")
+    if unit == "%":
+        if metric not in ("top1", "mismatch", "range_error"):
+            raise OptionError(f"--budget: {metric} is no share", do="leave the % away")
+        value /= 100.0
+    return Bound(metric=metric, value=value)
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise OptionError(f"--budget: '{text}' is no number", do="write e.g. 30")
+    return value
+
+
+def _bounds(*texts: str) -> tuple[Bound, ...]:
+    return tuple(_parse_bound(text) for text in texts)
+
+
+_EXACT = _bounds("mismatch<=0")
+
+#: Why the default of each family of recipes is what it is (docs/budgets.md tells more).
+DEFAULT_SOURCES: Mapping[str, str] = {
+    "float32": "right float conversions of public models: error over range 3.6e-7 in the median, "
+    "at most 2e-5; a dropped transpose gives 1.6e-3 or more",
+    "float16": "weights rounded to 11 bits: 6.02 * 11 + 1.76 - 10 log10(layers) is about 50 to "
+    "67 dB; measured 61 to 89 dB",
+    "weight-int8": "one layer: 10 log10(12 * 127^2 / 16) = 40.8 dB for Gaussian weights clipped at "
+    "4 sigma, less 10 log10(layers); measured 21 to 48 dB on trained networks",
+    "dynamic-int8": "the same for weights and again for activations; measured 13 to 39 dB on "
+    "trained networks: the default finds a broken file, not a bad one",
+    "int4": "one layer: 10 log10(12 * 7^2 / 16) = 15.7 dB, less 10 log10(layers); measured 3 to "
+    "18 dB: the default finds a broken file only, so give a budget or a task metric of your own",
+    "static-int8": "measured 0.9 to 35 dB on trained networks: no default can stand for a task "
+    "metric, so give a budget of your own",
+}
+
+_DEFAULTS: dict[str, tuple[tuple[Bound, ...], tuple[Bound, ...]]] = {
+    "float32": (_bounds("range_error<=1e-4", "sqnr>=80dB"), _EXACT),
+    "float16": (_bounds("sqnr>=45dB", "range_error<=2e-2"), _bounds("mismatch<=0.01")),
+    "weight-int8": (_bounds("sqnr>=18dB"), _bounds("mismatch<=0.05")),
+    "dynamic-int8": (_bounds("sqnr>=10dB"), _bounds("mismatch<=0.1")),
+    "int4": (_bounds("sqnr>=0dB"), _bounds("mismatch<=0.5")),
+    "static-int8": (_bounds("sqnr>=5dB"), _bounds("mismatch<=0.2")),
+}
+
+
+def default_budget(recipe: str) -> Budget:
+    """The budget a recipe is held to when none is given; ``source`` says what it rests on."""
+    family = _family(recipe)
+    floats, integers = _DEFAULTS[family]
+    return Budget(
+        floats=floats, integers=integers, source=f"default for {family}: {DEFAULT_SOURCES[family]}"
+    )
+
+
+def _family(recipe: str) -> str:
+    if recipe in ("float32", "float16"):
+        return recipe
+    if "wi4" in recipe or "wi2" in recipe or "int4" in recipe:
+        return "int4"
+    if recipe.startswith("static"):
+        return "static-int8"
+    if recipe.startswith("weight_only"):
+        return "weight-int8"
+    return "dynamic-int8"

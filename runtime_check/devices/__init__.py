@@ -1,0 +1,1 @@
+"""Where a LiteRT file is run: worker processes and what starts them."""

@@ -1,0 +1,234 @@
+"""Runs one ``.tflite`` file in a process of its own; started as a script, never imported.
+
+Standard library, NumPy and ai_edge_litert only, so that it starts in a third of a second and runs
+where torch is not installed. The protocol, on stdin and stdout, is the same for every device:
+
+    u32 little-endian length | UTF-8 JSON header | raw little-endian tensors in the header's order
+
+The header lists ``tensors`` as {name, dtype, shape}. Requests have an ``op``: ``load``, ``run``,
+``quit``; answers have ``ok``. One ``run`` carries many samples, stacked along a new first axis, so
+that a small model is not slowed down by the pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import struct
+import sys
+import time
+from typing import Any
+
+_Arrays = dict[str, Any]
+_Results = tuple[dict[str, list[Any]], dict[str, float]]
+
+_started = time.perf_counter()
+# Native code prints to fd 1; the protocol gets a descriptor of its own.
+_out = os.fdopen(os.dup(1), "wb", buffering=1 << 20)
+os.dup2(2, 1)
+_in = os.fdopen(os.dup(0), "rb", buffering=1 << 20)
+
+import numpy as np  # noqa: E402
+
+
+def _send(header: dict[str, Any], arrays: dict[str, Any] | None = None) -> None:
+    arrays = {name: np.ascontiguousarray(a) for name, a in (arrays or {}).items()}
+    # ascontiguousarray turns a scalar into shape (1,): the shape is the caller's.
+    header["tensors"] = [
+        {"name": name, "dtype": array.dtype.name, "shape": list(array.shape)}
+        for name, array in arrays.items()
+    ]
+    data = json.dumps(header).encode()
+    _out.write(struct.pack("<I", len(data)) + data)
+    for array in arrays.values():
+        _out.write(array.data.cast("B") if array.size else b"")
+    _out.flush()
+
+
+def _exactly(count: int) -> bytes:
+    data = _in.read(count)
+    if len(data) < count:  # the parent is gone
+        sys.exit(0)
+    return data
+
+
+def _receive() -> tuple[dict[str, Any], dict[str, Any]]:
+    (length,) = struct.unpack("<I", _exactly(4))
+    header = json.loads(_exactly(length))
+    arrays = {}
+    for tensor in header.get("tensors", []):
+        dtype = np.dtype(tensor["dtype"])
+        count = int(np.prod(tensor["shape"], dtype=np.int64)) * dtype.itemsize
+        array = np.frombuffer(_exactly(count), dtype)
+        arrays[tensor["name"]] = array.reshape(tensor["shape"])
+    return header, arrays
+
+
+class _Model:
+    """A loaded file; every signature by name, tensors by name, never by position."""
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+        kernels = {
+            "default": OpResolverType.AUTO,
+            "builtin": OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES,
+            "reference": OpResolverType.BUILTIN_REF,
+        }[header.get("kernels", "default")]
+        started = time.perf_counter()
+        self.interpreter = Interpreter(
+            model_path=header["path"],
+            num_threads=header.get("threads") or 1,
+            experimental_op_resolver_type=kernels,
+        )
+        self.interpreter.allocate_tensors()
+        self.load_ms = (time.perf_counter() - started) * 1e3
+        self.names = self.interpreter.get_signature_list()
+        self.details = {}
+        for name in self.names:
+            runner = self.interpreter.get_signature_runner(name)
+            self.details[name] = (runner.get_input_details(), runner.get_output_details())
+            del runner
+        self.runners: dict[str, Any] = {}
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": name,
+                "inputs": [_spec(key, details) for key, details in inputs.items()],
+                "outputs": [_spec(key, details) for key, details in outputs.items()],
+            }
+            for name, (inputs, outputs) in self.details.items()
+        ]
+
+    def run(self, signature: str, count: int, stacked: _Arrays) -> _Results:
+        if signature not in self.details:
+            raise ValueError(f"no signature '{signature}', the file has {list(self.details)}")
+        inputs, outputs = self.details[signature]
+        if set(stacked) != set(inputs):
+            raise ValueError(f"inputs {sorted(stacked)} given, {sorted(inputs)} expected")
+        for name, array in stacked.items():
+            if array.dtype != inputs[name]["dtype"]:
+                expected = np.dtype(inputs[name]["dtype"]).name
+                raise ValueError(f"input '{name}': {array.dtype} given, {expected} expected")
+        step = self._direct if len(self.details) == 1 else self._by_runner
+        return step(signature, count, stacked, inputs, outputs)
+
+    def _direct(
+        self, signature: str, count: int, stacked: _Arrays, inputs: Any, outputs: Any
+    ) -> _Results:
+        """One signature: indexes once, then the interpreter's own three calls for each sample."""
+        interpreter = self.interpreter
+        resized = False
+        for name, array in stacked.items():
+            index, shape = inputs[name]["index"], list(array.shape[1:])
+            details = interpreter.get_input_details()[_position(interpreter, index)]
+            if list(details["shape"]) != shape:
+                interpreter.resize_tensor_input(index, shape, strict=True)
+                resized = True
+        if resized:
+            interpreter.allocate_tensors()
+        feeds = [(inputs[name]["index"], array) for name, array in stacked.items()]
+        reads = [(name, details["index"]) for name, details in outputs.items()]
+        set_tensor, invoke, get_tensor = (
+            interpreter.set_tensor,
+            interpreter.invoke,
+            interpreter.get_tensor,
+        )
+        results: dict[str, list[Any]] = {name: [] for name, _ in reads}
+        clock = time.perf_counter
+        first = 0.0
+        begin = clock()
+        for position in range(count):
+            for index, array in feeds:
+                set_tensor(index, array[position])
+            invoke()
+            for name, index in reads:
+                results[name].append(get_tensor(index))
+            if position == 0:
+                first = clock() - begin
+        return results, {"first_ms": first * 1e3, "total_ms": (clock() - begin) * 1e3}
+
+    def _by_runner(
+        self, signature: str, count: int, stacked: _Arrays, inputs: Any, outputs: Any
+    ) -> _Results:
+        runner = self.runners.get(signature)
+        if runner is None:
+            runner = self.runners[signature] = self.interpreter.get_signature_runner(signature)
+        for name, array in stacked.items():
+            fixed = [int(s) for s in inputs[name]["shape_signature"]]
+            given = list(array.shape[1:])
+            if len(fixed) != len(given) or any(
+                f not in (-1, g) for f, g in zip(fixed, given, strict=True)
+            ):
+                raise ValueError(f"input '{name}': shape {given} given, {fixed} expected")
+        results: dict[str, list[Any]] = {name: [] for name in outputs}
+        first = 0.0
+        begin = time.perf_counter()
+        for position in range(count):
+            out = runner(**{name: array[position] for name, array in stacked.items()})
+            for name, value in out.items():
+                results[name].append(value)
+            if position == 0:
+                first = time.perf_counter() - begin
+        return results, {"first_ms": first * 1e3, "total_ms": (time.perf_counter() - begin) * 1e3}
+
+
+def _position(interpreter: Any, index: int) -> int:
+    return [d["index"] for d in interpreter.get_input_details()].index(index)
+
+
+def _spec(name: str, details: dict[str, Any]) -> dict[str, Any]:
+    scale, zero_point = details["quantization"]
+    spec = {
+        "name": name,
+        "shape": [int(size) for size in details["shape_signature"]],
+        "dtype": np.dtype(details["dtype"]).name,
+    }
+    if scale:  # 0.0 stands for "not quantized"
+        spec["scale"], spec["zero_point"] = float(scale), int(zero_point)
+    return spec
+
+
+def main() -> None:
+    """Answer requests until the parent closes the pipe."""
+    import ai_edge_litert
+
+    _send(
+        {
+            "ok": True,
+            "op": "hello",
+            "protocol": 1,
+            "machine": platform.machine(),
+            "numpy": np.__version__,
+            "litert": getattr(ai_edge_litert, "__version__", "unknown"),
+            "start_ms": (time.perf_counter() - _started) * 1e3,
+        }
+    )
+    model = None
+    while True:
+        header, arrays = _receive()
+        try:
+            if header["op"] == "quit":
+                _send({"ok": True})
+                return
+            if header["op"] == "load":
+                model = _Model(header)
+                _send({"ok": True, "load_ms": model.load_ms, "signatures": model.describe()})
+            elif header["op"] == "run":
+                if model is None:
+                    raise ValueError("run before load")
+                results, times = model.run(header["signature"], header["count"], arrays)
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                stacked = {name: np.stack(values) for name, values in results.items()}
+                _send({"ok": True, "times": times, "peak_rss_kb": peak}, stacked)
+            else:
+                raise ValueError(f"unknown op {header['op']!r}")
+        except Exception as error:  # noqa: BLE001 - sent to the parent in full, then the next request
+            _send({"ok": False, "type": type(error).__name__, "error": str(error)})
+
+
+if __name__ == "__main__":
+    main()

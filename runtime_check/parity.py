@@ -1,0 +1,598 @@
+"""The comparison: a LiteRT file on a device against a reference, output by output, to a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from tpu2edge.errors import DataError, DeviceError, OptionError, Place
+from tpu2edge.runtime_check.budget import Budget
+from tpu2edge.runtime_check.devices.client import Session
+from tpu2edge.runtime_check.metrics import OutputMeter, OutputMetrics
+from tpu2edge.runtime_check.reference.store import Reference, ReferenceWriter
+from tpu2edge.types import (
+    Array,
+    EdgeModel,
+    Progress,
+    Sample,
+    Signature,
+    Tensors,
+    TensorSpec,
+    Verdict,
+    no_progress,
+)
+
+__all__ = [
+    "REPORT_FORMAT_VERSION",
+    "CaseReport",
+    "ErrorSplit",
+    "ParityReport",
+    "Reason",
+    "check_model",
+]
+
+# 1 (2026-11-30): first version.
+REPORT_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """Why a case is not a PASS, or (code ``flag-…``) what to know about one that is."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorSplit:
+    """The size of each step of the error, as SQNR in dB against the float64 oracle, pooled.
+
+    ``float32_db``: eager float32 - oracle. ``conversion_db``: float ``.tflite`` - eager.
+    ``quantization_db``: quantized - float ``.tflite``; None for a float model. The smaller the
+    number, the larger the step.
+    """
+
+    float32_db: float
+    conversion_db: float | None = None
+    quantization_db: float | None = None
+
+    @property
+    def largest(self) -> str:
+        """The step that spends most of the budget: float32, conversion or quantization."""
+        steps = {
+            "float32": self.float32_db,
+            "conversion": self.conversion_db,
+            "quantization": self.quantization_db,
+        }
+        known = {name: value for name, value in steps.items() if value is not None}
+        return min(known, key=lambda name: known[name])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaseReport:
+    """One output of one model on one device: numbers, verdict and reasons."""
+
+    model: str  # file name
+    recipe: str
+    device: str
+    signature: str
+    output: str
+    verdict: Verdict
+    budget: str
+    reasons: tuple[Reason, ...] = ()
+    metrics: OutputMetrics | None = None
+    split: ErrorSplit | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        split = None
+        if self.split is not None:
+            split = {
+                "float32_db": _plain(self.split.float32_db),
+                "conversion_db": _plain(self.split.conversion_db),
+                "quantization_db": _plain(self.split.quantization_db),
+                "largest": self.split.largest,
+            }
+        return {
+            "model": self.model,
+            "recipe": self.recipe,
+            "device": self.device,
+            "signature": self.signature,
+            "output": self.output,
+            "verdict": str(self.verdict),
+            "budget": self.budget,
+            "reasons": [{"code": r.code, "text": r.text} for r in self.reasons],
+            "metrics": self.metrics.to_json() if self.metrics else None,
+            "error_split": split,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CaseReport:
+        """The inverse of :meth:`to_json`."""
+        split = data.get("error_split")
+        return cls(
+            model=data["model"],
+            recipe=data["recipe"],
+            device=data["device"],
+            signature=data["signature"],
+            output=data["output"],
+            verdict=Verdict(data["verdict"]),
+            budget=data["budget"],
+            reasons=tuple(Reason(**item) for item in data["reasons"]),
+            metrics=OutputMetrics.from_json(data["metrics"]) if data["metrics"] else None,
+            split=None
+            if split is None
+            else ErrorSplit(
+                float32_db=float(split["float32_db"]),
+                conversion_db=_optional(split["conversion_db"]),
+                quantization_db=_optional(split["quantization_db"]),
+            ),
+        )
+
+
+def _plain(value: float | None) -> float | str | None:
+    if value is None or math.isfinite(value):
+        return value
+    return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+
+
+def _optional(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityReport:
+    """All cases of a check; ``verdict`` is ERROR if a device broke, else FAIL if a case failed."""
+
+    cases: tuple[CaseReport, ...]
+    reference: str  # one line: who, which precision, how many samples of what data
+    data_kind: str  # "synthetic", "files", …
+    samples: int
+    times: Mapping[str, Any] = field(default_factory=dict)  # per model file and device, ms
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict of the cases; a report without cases is an ERROR."""
+        verdicts = {case.verdict for case in self.cases}
+        if Verdict.ERROR in verdicts or not verdicts:
+            return Verdict.ERROR
+        return Verdict.FAIL if Verdict.FAIL in verdicts else Verdict.PASS
+
+    @property
+    def exit_code(self) -> int:
+        """0 all PASS, 1 a FAIL, 4 an ERROR."""
+        return {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.ERROR: 4}[self.verdict]
+
+    def case(self, output: str, *, recipe: str = "float32", device: str = "host") -> CaseReport:
+        """The case of one output; KeyError if there is none."""
+        for case in self.cases:
+            if (case.output, case.recipe, case.device) == (output, recipe, device):
+                return case
+        raise KeyError((output, recipe, device))
+
+    def to_json(self, *, times: bool = True) -> dict[str, Any]:
+        """Plain data; without ``times`` the same check gives the same data."""
+        data: dict[str, Any] = {
+            "kind": "tpu2edge-parity",
+            "format_version": REPORT_FORMAT_VERSION,
+            "verdict": str(self.verdict),
+            "reference": self.reference,
+            "data": self.data_kind,
+            "samples": self.samples,
+            "cases": [case.to_json() for case in self.cases],
+        }
+        if times:
+            data["times"] = dict(self.times)
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ParityReport:
+        """The inverse of :meth:`to_json`."""
+        return cls(
+            cases=tuple(CaseReport.from_json(item) for item in data["cases"]),
+            reference=data["reference"],
+            data_kind=data["data"],
+            samples=data["samples"],
+            times=data.get("times", {}),
+        )
+
+    def merged(self, other: ParityReport) -> ParityReport:
+        """Both reports as one; they must be against the same reference."""
+        return replace(self, cases=self.cases + other.cases, times={**self.times, **other.times})
+
+
+def check_model(
+    model: EdgeModel,
+    reference: Reference,
+    budget: Budget,
+    *,
+    oracle: Reference | None = None,
+    float_outputs: Reference | None = None,
+    device: str = "host",
+    command: Sequence[str] | None = None,
+    threads: int | None = None,
+    signature: str | None = None,
+    constant_outputs: frozenset[str] = frozenset(),
+    keep: Path | None = None,
+    log: IO[bytes] | None = None,
+    progress: Progress = no_progress,
+) -> ParityReport:
+    """Run ``model`` on every sample of ``reference`` and hold each output to ``budget``.
+
+    Args:
+        model: the file to check.
+        reference: samples and what they should give.
+        budget: bounds per output.
+        oracle: the float64 outputs for the error split; no split without it.
+        float_outputs: the float file's own outputs, to tell conversion from quantization.
+        device: name for the report.
+        command: what starts the worker; this machine's if None.
+        threads: LiteRT threads.
+        signature: the signature to check; the reference's own name by default.
+        constant_outputs: outputs known not to depend on any input.
+        keep: folder to keep the file's outputs in, as a reference of provider "litert".
+        log: where the worker's stderr goes.
+        progress: told about each sample.
+
+    Returns:
+        A report with one case per output. A device that breaks gives ERROR cases, no exception.
+
+    Raises:
+        OptionError: the budget names unknown outputs, the file lacks the signature.
+        DataError: the samples do not fit the file's inputs.
+    """
+    expected = reference.signature
+    names = [spec.name for spec in expected.outputs]
+    if unknown := budget.unknown_outputs(names):
+        raise OptionError(f"--budget names no output {unknown}", do=f"outputs: {names}")
+    constant = constant_outputs | budget.may_be_constant
+    cases = _Cases(model, device, expected, budget)
+    if not len(reference):
+        raise DataError("the reference holds no sample", do="give at least one sample")
+
+    def report(found: tuple[CaseReport, ...], times: Mapping[str, Any]) -> ParityReport:
+        return ParityReport(
+            cases=found,
+            reference=reference.describe(),
+            data_kind=str(reference.data.get("kind", "unknown")),
+            samples=len(reference),
+            times=times,
+        )
+
+    stage = f"check {model.path.name} on {device}"
+    times: dict[str, Any] = {}
+    try:
+        with Session(
+            model.path, command=command, threads=threads, device=device, log=log
+        ) as session:
+            actual = _matching(session.signatures, signature, expected.name)
+            if fault := _missing_outputs(expected, actual):
+                return report(cases.all(Verdict.FAIL, fault), {})
+            meters = _run(
+                session,
+                actual,
+                reference,
+                _Side(oracle, float_outputs, keep, model.recipe),
+                lambda done: progress(stage, done, len(reference)),
+            )
+            times[f"{model.path.name}@{device}"] = {
+                **session.times,
+                "peak_rss_kb": session.peak_rss_kb,
+            }
+    except DeviceError as error:
+        reason = Reason(code=f"device-{error.step}", text=str(error))
+        return report(cases.all(Verdict.ERROR, reason), {})
+    return report(tuple(cases.judge(meters[name], name, constant) for name in names), times)
+
+
+def _matching(signatures: Sequence[Signature], asked: str | None, usual: str) -> Signature:
+    for signature in signatures:
+        if signature.name == (asked or usual):
+            return signature
+    if asked is None and len(signatures) == 1:  # the reference may come from elsewhere
+        return signatures[0]
+    raise OptionError(
+        f"the file has no signature '{asked or usual}'",
+        do=f"it has {[s.name for s in signatures]}",
+    )
+
+
+def _missing_outputs(expected: Signature, actual: Signature) -> Reason | None:
+    wanted = {spec.name for spec in expected.outputs}
+    got = {spec.name for spec in actual.outputs}
+    if wanted == got:
+        return None
+    parts = []
+    if wanted - got:
+        parts.append(f"lacks {sorted(wanted - got)}")
+    if got - wanted:
+        parts.append(f"has besides {sorted(got - wanted)}")
+    return Reason(
+        code="outputs",
+        text=f"the file has {len(got)} outputs, the reference {len(wanted)}: it "
+        f"{' and '.join(parts)}",
+    )
+
+
+# ------------------------------------------------------------------------------------- running
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    oracle: Reference | None
+    float_outputs: Reference | None
+    keep: Path | None
+    recipe: str
+
+
+class _Output:
+    """All that is gathered about one output while the samples go by."""
+
+    def __init__(self) -> None:
+        self.meter = OutputMeter()
+        self.fault: Reason | None = None
+        self.steps = {"float32": 0.0, "conversion": 0.0, "quantization": 0.0}
+        self.signal = 0.0
+        self.has_split = self.has_float = False
+
+    def split(self, quantized: bool) -> ErrorSplit | None:
+        if not self.has_split:
+            return None
+        db = {name: _db(self.signal, noise) for name, noise in self.steps.items()}
+        return ErrorSplit(
+            float32_db=db["float32"],
+            conversion_db=db["conversion"] if not quantized or self.has_float else None,
+            quantization_db=db["quantization"] if quantized and self.has_float else None,
+        )
+
+
+def _db(signal: float, noise: float) -> float:
+    if math.isnan(noise) or math.isnan(signal):
+        return math.nan
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def _run(
+    session: Session, actual: Signature, reference: Reference, side: _Side, done: Any
+) -> dict[str, _Output]:
+    outputs = {spec.name: _Output() for spec in reference.signature.outputs}
+    specs = {spec.name: spec for spec in actual.outputs}
+    expected = {spec.name: spec for spec in reference.signature.outputs}
+    feeds = (
+        _fit(reference.inputs(i), actual, reference.sample_ids[i]) for i in range(len(reference))
+    )
+    writer = _writer(side, reference)
+    runs = session.run(actual.name, feeds)
+    for index, stored in zip(range(len(reference)), runs, strict=True):
+        got = {name: _real(stored[name], specs[name]) for name in outputs}
+        truth = reference.outputs(index)
+        oracle = side.oracle.outputs(index) if side.oracle else None
+        base = side.float_outputs.outputs(index) if side.float_outputs else None
+        identity = reference.sample_ids[index]
+        for name, output in outputs.items():
+            _compare(output, identity, expected[name], truth[name], got[name])
+            if oracle is not None and output.fault is None:
+                _add_split(
+                    output,
+                    oracle[name],
+                    truth[name],
+                    got[name],
+                    None if base is None else base[name],
+                    side.recipe != "float32",
+                )
+        if writer is not None:
+            writer.add(Sample(id=identity, inputs={}), got)
+        done(index + 1)
+    if writer is not None:
+        writer.close()
+    return outputs
+
+
+def _writer(side: _Side, reference: Reference) -> ReferenceWriter | None:
+    if side.keep is None:
+        return None
+    return ReferenceWriter(
+        side.keep,
+        reference.signature,
+        provider="litert",
+        precision="f32",
+        data=reference.data,
+        borrow_inputs="..",
+    )
+
+
+def _fit(inputs: Tensors, actual: Signature, sample: str) -> dict[str, Array]:
+    """The sample in the file's own types; floats are quantized where the file wants integers."""
+    wanted = {spec.name: spec for spec in actual.inputs}
+    if set(wanted) != set(inputs):
+        raise DataError(
+            f"sample '{sample}' has the inputs {sorted(inputs)}, the file takes {sorted(wanted)}",
+            do="name the arrays as the file's inputs (`tpu2edge inspect` lists them)",
+        )
+    return {name: _as_stored(np.asarray(inputs[name]), wanted[name], sample) for name in wanted}
+
+
+def _as_stored(array: Array, spec: TensorSpec, sample: str) -> Array:
+    fixed = [(i, s) for i, s in enumerate(spec.shape) if isinstance(s, int)]
+    if len(spec.shape) != array.ndim or any(array.shape[i] != size for i, size in fixed):
+        raise DataError(
+            f"sample '{sample}': input '{spec.name}' has the shape {list(array.shape)}, "
+            f"expected {[str(s) if not isinstance(s, int) else s for s in spec.shape]}",
+            place=Place(tensor=spec.name),
+        )
+    dtype = np.dtype(spec.dtype)
+    if spec.scale is not None and array.dtype.kind == "f" and dtype.kind in "iu":
+        if np.isnan(array).any():
+            raise DataError(
+                f"sample '{sample}': input '{spec.name}' holds NaN, which {spec.dtype} cannot",
+                place=Place(tensor=spec.name),
+            )
+        info = np.iinfo(dtype)
+        stored = np.round(np.asarray(array, np.float64) / spec.scale) + (spec.zero_point or 0)
+        return np.clip(stored, info.min, info.max).astype(dtype)
+    if array.dtype == dtype:
+        return array
+    if not _narrows(array, dtype):
+        raise DataError(
+            f"sample '{sample}': input '{spec.name}' is {array.dtype}, expected {spec.dtype}, and "
+            "its values do not fit",
+            place=Place(tensor=spec.name),
+        )
+    return array.astype(dtype)
+
+
+def _narrows(array: Array, dtype: np.dtype[Any]) -> bool:
+    if array.dtype.kind != dtype.kind:
+        return False
+    if dtype.kind in "iu" and array.size:
+        values = np.asarray(array)
+        info = np.iinfo(dtype)
+        return bool(values.min() >= info.min and values.max() <= info.max)
+    return True
+
+
+def _real(stored: Array, spec: TensorSpec) -> Array:
+    if spec.scale is None or np.asarray(stored).dtype.kind not in "iu":
+        return stored
+    values = np.asarray(stored).astype(np.float32)
+    return (values - np.float32(spec.zero_point or 0)) * np.float32(spec.scale)
+
+
+def _compare(output: _Output, sample: str, spec: TensorSpec, truth: Array, got: Array) -> None:
+    if output.fault is not None:
+        return
+    if np.shape(truth) != np.shape(got):
+        output.fault = Reason(
+            code="shape",
+            text=f"sample '{sample}': shape {list(np.shape(got))}, "
+            f"expected {list(np.shape(truth))}",
+        )
+        return
+    kind = np.asarray(got).dtype
+    if kind.name != spec.dtype:
+        output.fault = Reason(
+            code="dtype", text=f"sample '{sample}': type {kind.name}, expected {spec.dtype}"
+        )
+        return
+    output.meter.add(sample, truth, got)
+
+
+def _add_split(
+    output: _Output, oracle: Array, truth: Array, got: Array, base: Array | None, quantized: bool
+) -> None:
+    o = np.asarray(oracle)
+    if o.dtype.kind != "f" or np.shape(oracle) != np.shape(truth):
+        return
+    wide = [np.asarray(a).astype(np.float64) for a in (oracle, truth, got)]
+    floating = None if base is None else np.asarray(base).astype(np.float64)
+    finite = np.isfinite(wide[0]) & np.isfinite(wide[1]) & np.isfinite(wide[2])
+    if floating is not None:
+        finite &= np.isfinite(floating)
+        floating = floating[finite]
+        output.has_float = True
+    o64, e64, q64 = (a[finite] for a in wide)
+    output.has_split = True
+    output.signal += float(o64 @ o64)
+    output.steps["float32"] += float(np.sum((e64 - o64) ** 2))
+    c64 = q64 if not quantized else floating
+    if c64 is not None:
+        output.steps["conversion"] += float(np.sum((c64 - e64) ** 2))
+        output.steps["quantization"] += float(np.sum((q64 - c64) ** 2))
+
+
+# ------------------------------------------------------------------------------------- judging
+
+
+@dataclass(frozen=True, slots=True)
+class _Cases:
+    model: EdgeModel
+    device: str
+    expected: Signature
+    budget: Budget
+
+    def _case(self, output: str, verdict: Verdict, **fields: Any) -> CaseReport:
+        is_float = self.expected.output(output).dtype.startswith("float")
+        return CaseReport(
+            model=self.model.path.name,
+            recipe=self.model.recipe,
+            device=self.device,
+            signature=self.expected.name,
+            output=output,
+            verdict=verdict,
+            budget=self.budget.describe(output, is_float=is_float),
+            **fields,
+        )
+
+    def all(self, verdict: Verdict, reason: Reason) -> tuple[CaseReport, ...]:
+        return tuple(
+            self._case(spec.name, verdict, reasons=(reason,)) for spec in self.expected.outputs
+        )
+
+    def judge(self, gathered: _Output, name: str, constant: frozenset[str]) -> CaseReport:
+        if gathered.fault is not None:
+            return self._case(name, Verdict.FAIL, reasons=(gathered.fault,))
+        meter = gathered.meter
+        metrics = meter.metrics()
+        is_float = self.expected.output(name).dtype.startswith("float")
+        faults = list(self._faults(meter, metrics, name, is_float, constant))
+        flags = list(_flags(meter, name, is_float, constant))
+        return self._case(
+            name,
+            Verdict.FAIL if faults else Verdict.PASS,
+            reasons=tuple(faults + flags),
+            metrics=metrics,
+            split=gathered.split(self.model.recipe != "float32"),
+        )
+
+    def _faults(
+        self,
+        meter: OutputMeter,
+        metrics: OutputMetrics,
+        name: str,
+        is_float: bool,
+        constant: frozenset[str],
+    ) -> Iterator[Reason]:
+        if meter.pattern_fault is not None:
+            counts, sample = meter.pattern_fault
+            yield Reason(code="nan-pattern", text=f"sample '{sample}': {counts}")
+        if is_float and name not in constant:
+            if meter.reference_constant:
+                yield Reason(
+                    code="constant-reference",
+                    text=f"the reference gives {metrics.reference_min:g} everywhere in all "
+                    f"{metrics.samples} samples, so nothing is proved: give other --inputs, or "
+                    f"--budget '{name}:allow_constant'",
+                )
+            elif meter.candidate_constant:
+                yield Reason(
+                    code="constant-output",
+                    text="the file gives the same value everywhere, the reference does not",
+                )
+        bounds = self.budget.bounds(name, is_float=is_float)
+        if not any(bound.applies(metrics) for bound in bounds):
+            wanted = self.budget.describe(name, is_float=is_float)
+            yield Reason(
+                code="no-bound",
+                text=f"no bound of its budget ({wanted}) applies to this output, so nothing is "
+                f"proved: give --budget '{name}:mismatch<=0' or the like",
+            )
+        for bound in bounds:
+            if text := bound.check(metrics):
+                where = f" (worst sample '{metrics.worst_sample}')"
+                yield Reason(code="budget", text=text + where)
+
+
+def _flags(
+    meter: OutputMeter, name: str, is_float: bool, constant: frozenset[str]
+) -> Iterator[Reason]:
+    if meter.reference_constant and (not is_float or name in constant):
+        yield Reason(
+            code="flag-constant", text="the same value in all samples: this output proves little"
+        )

@@ -1,0 +1,279 @@
+"""The bundle: the folder that ships, with every file's sha256 in its manifest.
+
+    manifest.json          schema version, hashes, versions, sources of data, options, notes, times
+    model.<recipe>.tflite  one file a recipe
+    layers.json            LiteRT tensor -> torch module path, operator and source line
+    reference/             the samples and the trusted outputs; reference/oracle: in float64
+    parity.json            every comparison, with its verdict
+    log.txt                what third-party libraries printed
+
+A corrupted ``.tflite`` can run and give other numbers without a word, so the hashes are checked
+before anything of a bundle is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpu2edge.errors import BundleError
+from tpu2edge.files import canonical_json, sha256_of, write_atomically
+from tpu2edge.types import EdgeModel, LayerSource, Note, Signature, Verdict
+
+if TYPE_CHECKING:
+    from tpu2edge.runtime_check.parity import ParityReport
+    from tpu2edge.runtime_check.reference import Reference
+
+__all__ = ["FORMAT_VERSION", "Bundle", "load_bundle"]
+
+# 1 (2026-11-30): first version.
+FORMAT_VERSION = 1
+
+_NOT_HASHED = ("manifest.json", "log.txt")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bundle:
+    """A verified bundle. ``verdict`` is that of the parity report made with it."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+    models: tuple[EdgeModel, ...]
+    report: ParityReport
+    notes: tuple[Note, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """PASS, FAIL or ERROR over all models, outputs and devices."""
+        return self.report.verdict
+
+    def model(self, recipe: str = "float32") -> EdgeModel:
+        """The model of one recipe.
+
+        Raises:
+            BundleError: the bundle has no such recipe; the message lists those it has.
+        """
+        for model in self.models:
+            if model.recipe == recipe:
+                return model
+        raise BundleError(
+            f"the bundle has no recipe '{recipe}'", do=f"it has {[m.recipe for m in self.models]}"
+        )
+
+    def reference(self, name: str = "") -> Reference:
+        """The main reference, or the one beside it called ``name`` ("oracle")."""
+        from tpu2edge.runtime_check.reference import Reference
+
+        return Reference.load(self.path / "reference" / name, verify=False)
+
+
+def load_bundle(path: Path | str, *, verify: bool = True) -> Bundle:
+    """The bundle in the folder ``path``, every file's sha256 checked.
+
+    Raises:
+        BundleError: no bundle, a newer format, a missing or a changed file (all are listed).
+    """
+    folder = Path(path)
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+    except FileNotFoundError as err:
+        raise BundleError(
+            f"'{folder}' is no bundle: it has no manifest.json",
+            do="give a folder made by `tpu2edge export`",
+        ) from err
+    except (OSError, ValueError) as err:
+        raise BundleError(
+            f"'{folder}' is damaged: manifest.json: {err}", do="export again"
+        ) from err
+    if not isinstance(manifest, dict) or manifest.get("kind") != "tpu2edge-bundle":
+        raise BundleError(f"'{folder}' is no bundle", do="give a folder made by `tpu2edge export`")
+    if manifest.get("format_version", 0) > FORMAT_VERSION:
+        raise BundleError(
+            f"'{folder}' has bundle format {manifest['format_version']}, this tpu2edge reads up to "
+            f"{FORMAT_VERSION}",
+            do="upgrade tpu2edge",
+        )
+    try:
+        return _bundle_from_manifest(folder, manifest, verify)
+    except (KeyError, TypeError, ValueError, OSError) as err:
+        raise BundleError(
+            f"'{folder}' is damaged: {type(err).__name__}: {err}",
+            do="copy it again, or export again",
+        ) from err
+
+
+def _bundle_from_manifest(folder: Path, manifest: dict[str, Any], verify: bool) -> Bundle:
+    from tpu2edge.runtime_check.parity import ParityReport
+
+    if verify:
+        _verify(
+            folder, {**manifest["files"], **{m["file"]: m["sha256"] for m in manifest["models"]}}
+        )
+    layers = _layers(folder / "layers.json")
+    report = json.loads((folder / "parity.json").read_text())
+    report["times"] = manifest.get("times", {}).get("devices", {})
+    return Bundle(
+        path=folder,
+        manifest=manifest,
+        models=tuple(
+            EdgeModel(
+                path=folder / entry["file"],
+                signatures=tuple(Signature.from_json(s) for s in entry["signatures"]),
+                recipe=entry["recipe"],
+                sha256=entry["sha256"],
+                size_bytes=entry["size_bytes"],
+                layers=layers,
+            )
+            for entry in manifest["models"]
+        ),
+        report=ParityReport.from_json(report),
+        notes=tuple(Note(**note) for note in manifest["notes"]),
+    )
+
+
+def _verify(folder: Path, files: Mapping[str, str]) -> None:
+    wrong: list[str] = []
+    for name, digest in files.items():
+        file = folder / name
+        if not file.is_file():
+            wrong.append(f"{name} is missing")
+        elif sha256_of(file) != digest:
+            wrong.append(f"{name} was changed")
+    if wrong:
+        raise BundleError(
+            f"bundle '{folder}' is damaged: {'; '.join(wrong)}",
+            do="copy it again, or export again; a damaged .tflite can run and give wrong numbers",
+        )
+
+
+def _layers(file: Path) -> dict[str, tuple[LayerSource, ...]]:
+    if not file.is_file():
+        return {}
+    return {
+        tensor: tuple(LayerSource(**source) for source in sources)
+        for tensor, sources in json.loads(file.read_text()).items()
+    }
+
+
+# --------------------------------------------------------------------------------------- writing
+
+
+def refuse_existing(target: Path, *, force: bool) -> None:
+    """Refuse to overwrite, and refuse even with ``force`` what is no bundle.
+
+    Raises:
+        BundleError: something is there that may not be replaced.
+    """
+    if not target.exists() and not target.is_symlink():
+        return
+    empty = target.is_dir() and not any(target.iterdir())
+    if empty:
+        return
+    if not force:
+        raise BundleError(f"'{target}' exists", do="use --force to replace it, or another --output")
+    if not _is_bundle(target):
+        raise BundleError(
+            f"'{target}' exists and is no bundle, so it is not replaced even with --force",
+            do="choose another --output",
+        )
+
+
+def _is_bundle(folder: Path) -> bool:
+    """Whether ``folder`` was made by us; many other things are called manifest.json, too."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("kind") == "tpu2edge-bundle"
+
+
+@contextlib.contextmanager
+def staged(target: Path, *, force: bool) -> Iterator[Path]:
+    """A temporary folder beside ``target`` that takes its place in one rename at the end.
+
+    Whatever goes wrong inside leaves ``target`` as it was and nothing behind.
+    """
+    target = target.absolute()
+    refuse_existing(target, force=force)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / f".{target.name}.tmp-{os.getpid()}"
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir()
+    try:
+        yield temporary
+        refuse_existing(target, force=force)
+        _move_into_place(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _move_into_place(source: Path, target: Path) -> None:
+    if not target.exists():
+        source.rename(target)
+        return
+    if target.is_dir() and not any(target.iterdir()):
+        source.rename(target)  # POSIX: an empty folder is replaced
+        return
+    if _exchange(source, target):
+        return  # the old bundle is now the temporary folder, which the caller removes
+    old = target.parent / f".{target.name}.old-{os.getpid()}"
+    target.rename(old)
+    source.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two folders in one step where the system can (Linux renameat2); False elsewhere."""
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+        at_cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+        result = library.renameat2(
+            at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange
+        )
+    except (OSError, AttributeError):
+        return False
+    return bool(result == 0)
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write ``manifest.json`` last, with the sha256 of every other file."""
+    files = {
+        str(file.relative_to(folder)): sha256_of(file)
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and str(file.relative_to(folder)) not in _NOT_HASHED
+    }
+    data = {
+        "kind": "tpu2edge-bundle",
+        "format_version": FORMAT_VERSION,
+        **content,
+        "files": files,
+    }
+    write_atomically(folder / "manifest.json", canonical_json(data))
+
+
+_SEGMENT = re.compile(r"(?P<module>[^;/]*)/(?P<node>\w+)")
+
+
+def layers_of_tensors(
+    tensors: list[str], nodes: Mapping[str, LayerSource]
+) -> dict[str, list[dict[str, Any]]]:
+    """LiteRT tensor name -> places in the torch model, from the node names that it contains."""
+    result: dict[str, list[dict[str, Any]]] = {}
+    for tensor in tensors:
+        found: dict[LayerSource, None] = {}
+        for match in _SEGMENT.finditer(tensor):
+            source = nodes.get(match["node"])
+            if source is not None:
+                found[source] = None
+        if found:
+            result[tensor] = [source.to_json() for source in found]
+    return result

@@ -1,0 +1,58 @@
+"""Small helpers for files: digests, atomic writes, canonical JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["canonical_json", "sha256_of", "sha256_of_arrays", "write_atomically"]
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def sha256_of_arrays(arrays: Any) -> str:
+    """Hex digest over names, dtypes, shapes and bytes of a mapping of arrays, in name order."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"{name}|{array.dtype.str}|{array.shape}|".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def canonical_json(data: Any) -> str:
+    """JSON text that is the same for the same data: sorted keys, two spaces, a final newline.
+
+    NaN and infinity are refused, since they are no JSON.
+    """
+    return json.dumps(data, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def write_atomically(path: Path, data: str | bytes) -> None:
+    """Write beside ``path``, then rename: a reader sees the old file or the whole new one."""
+    raw = data.encode() if isinstance(data, str) else data
+    with _temporary_beside(path) as temporary:
+        temporary.write_bytes(raw)
+        temporary.replace(path)
+
+
+@contextlib.contextmanager
+def _temporary_beside(path: Path) -> Iterator[Path]:
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    temporary.chmod(0o644)
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
