@@ -64,7 +64,9 @@ def test_the_row_by_row_products_of_jax_issue_16349_on_v3(libtpu: str, dot_progr
     found = predict(dot_program((1, 1, 4), (4, 2)), rows, generation="v3")
     assert found.plan.modes == ("f32",)
     both = np.concatenate([one["out"] for one in found.outputs], axis=1)
-    np.testing.assert_allclose(both, printed, rtol=0, atol=1e-6)
+    # Not to the last digit: the compiler of 2023 was some 2e-5 off float32 here. Rounding to
+    # bfloat16, as for the product in one piece, is off by 7e-3.
+    np.testing.assert_allclose(both, printed, rtol=0, atol=3e-5)
     naive = predict(dot_program((1, 1, 4), (4, 2)), rows, naive=True)
     assert np.abs(naive.outputs[0]["out"] - printed[:, :1]).max() > 1e-3
 
