@@ -33,7 +33,7 @@ from tpu2edge.types import Array, HloArgument, Note, StableHlo, TensorSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ROUTES", "available_routes", "stablehlo_from_program"]
+__all__ = ["ROUTES", "available_routes", "import_torchax", "stablehlo_from_program"]
 
 #: Known routes, best first.
 ROUTES = ("torchtpu", "torchax", "litert-torch")
@@ -64,7 +64,7 @@ def stablehlo_from_program(
     """``program`` as StableHLO, by ``route`` or the best one that is installed.
 
     Inputs are named by forward's argument names, outputs by the keys of what it returns (nested
-    ones dotted, ``output`` or ``output_<i>`` where there are no keys), unless names are handed in.
+    ones dotted, ``output_<i>`` where there are no keys), unless names are handed in.
     Buffer updates are not outputs. Raises ConversionError with the operator, module and source line
     where they are known.
     """
@@ -330,13 +330,13 @@ def _names_of_inputs(program: torch.export.ExportedProgram) -> list[str]:
 
 
 def _names_of_outputs(program: torch.export.ExportedProgram) -> list[str]:
-    """The keys of what forward returns, dotted; ``output`` and ``output_<i>`` without keys."""
+    """The keys of what forward returns, dotted; ``output_<i>`` where there are none."""
     from torch.utils import _pytree as pytree
 
     spec = program.call_spec.out_spec
     assert spec is not None
     if spec.num_leaves == 1 and spec.is_leaf():
-        return ["output"]
+        return ["output_0"]
     tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     names = []
     for path, _ in pytree.tree_flatten_with_path(tree)[0]:
@@ -385,8 +385,7 @@ def _module_of(node: torch.fx.Node) -> str:
 def _lower_by_torchax(flat: _Program) -> _Lowered:
     import jax
 
-    _import_torchax()
-    import torchax
+    torchax = import_torchax()
     from torchax import decompositions
     from torchax import export as torchax_export
     from torchax.ops import mappings
@@ -477,14 +476,14 @@ def _missing_overloads_tolerated() -> Iterator[None]:
         packet.__getattr__ = original
 
 
-def _import_torchax() -> None:
-    """Import torchax, which up to 0.0.13 names 22 overloads that torch 2.13 removed.
+def import_torchax() -> Any:
+    """The package torchax, which up to 0.0.13 names 22 overloads that torch 2.13 removed.
 
     They are named-tensor variants, which an exported program never calls.
     """
     if "torchax" in sys.modules:
         importlib.import_module("torchax.export")
-        return
+        return sys.modules["torchax"]
     with _missing_overloads_tolerated():
         for name in ("torchax", "torchax.export", "torchax.decompositions", "torchax.amp"):
             importlib.import_module(name)
@@ -492,6 +491,7 @@ def _import_torchax() -> None:
     table = decompositions.DECOMPOSITIONS
     for key in [key for key in table if isinstance(key, _MissingOverload)]:
         del table[key]
+    return sys.modules["torchax"]
 
 
 def _lower_by_litert_torch(flat: _Program) -> _Lowered:

@@ -8,6 +8,7 @@ from tpu2edge.runtime_check.reference.tpu.compile import (
     PRECISIONS,
     Compiled,
     compile_program,
+    libtpu_build,
     libtpu_version,
 )
 from tpu2edge.runtime_check.reference.tpu.emulate import NOT_MODELLED, Prediction, predict
@@ -27,6 +28,7 @@ __all__ = [
     "TopologyReport",
     "TpuReport",
     "compile_program",
+    "libtpu_build",
     "libtpu_version",
     "plan_from_compiled",
     "predict",

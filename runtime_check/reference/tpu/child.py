@@ -3,6 +3,7 @@
 Started by ``process`` as ``python -m``; speaks the messages of ``frames`` on stdin and stdout.
 Requests:
 
+- ``about``: libtpu's own words on its build out.
 - ``compile``: module, topology and precision in; compiled HLO, cost and matmuls out.
 - ``load``: module, plan and weights in; then any number of ``run``, inputs in and outputs out.
 """
@@ -40,6 +41,8 @@ def main() -> None:
         try:
             if request["do"] == "compile":
                 reply = _compile(arrays[0].tobytes(), request)
+            elif request["do"] == "about":
+                reply = {"libtpu_build": _platform_version(_topology("v5e:1x1").devices[0])}
             elif request["do"] == "load":
                 runner = _Runner(arrays[0].tobytes(), request, arrays[1:])
                 reply = runner.about
@@ -58,18 +61,26 @@ def _options(xla: Any, flags: dict[str, Any]) -> Any:
     return options
 
 
+def _topology(name: str) -> Any:
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name=name)
+
+
+def _platform_version(device: Any) -> str:
+    return " ".join(str(device.client.platform_version).split())
+
+
 def _compile(data: bytes, request: dict[str, Any]) -> dict[str, Any]:
     import jax
     from jax._src.lib import xla_client as xla
-    from jax.experimental import topologies
 
     from tpu2edge.runtime_check.reference.tpu import program
 
     module = program.parse(data)
     program.raise_precision(module, request["precision"])
     matmuls = program.tag_matmuls(module)
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"])
-    device = topology.devices[0]
+    device = _topology(request["topology"]).devices[0]
     flags: dict[str, Any] = {"xla_allow_excess_precision": bool(request["excess_precision"])}
     with tempfile.TemporaryDirectory() as folder:
         if request.get("prelayout"):
@@ -101,7 +112,7 @@ def _compile(data: bytes, request: dict[str, Any]) -> dict[str, Any]:
             "temporary": memory.temp_size_in_bytes,
             "code": memory.generated_code_size_in_bytes,
         },
-        "libtpu_build": " ".join(str(device.client.platform_version).split()),
+        "libtpu_build": _platform_version(device),
         "device_kind": str(device.device_kind),
         "jax": jax.__version__,
     }

@@ -25,7 +25,14 @@ from tpu2edge.runtime_check.reference.tpu.process import Child
 from tpu2edge.runtime_check.reference.tpu.topologies import Topology
 from tpu2edge.types import StableHlo
 
-__all__ = ["PRECISIONS", "Compiled", "compile_program", "default_cache", "libtpu_version"]
+__all__ = [
+    "PRECISIONS",
+    "Compiled",
+    "compile_program",
+    "default_cache",
+    "libtpu_build",
+    "libtpu_version",
+]
 
 #: Settings of the float32 matmul precision, as JAX names them.
 PRECISIONS = ("default", "high", "highest")
@@ -66,6 +73,24 @@ def libtpu_version() -> str | None:
     return importlib.metadata.version("libtpu")
 
 
+def libtpu_build(*, timeout_s: float = 60.0) -> str:
+    """What the installed libtpu says of its build; OptionError when there is none."""
+    if libtpu_version() is None:
+        raise _not_installed()
+    with Child("asks libtpu for its build", timeout_s=timeout_s) as child:
+        reply, _ = child.ask({"do": "about"})
+    if "error" in reply:
+        raise DeviceError(f"libtpu does not tell its build: {_first_line(str(reply['text']))}")
+    return str(reply["libtpu_build"])
+
+
+def _not_installed() -> OptionError:
+    return OptionError(
+        "the TPU compiler (package libtpu) is not installed",
+        do="pip install 'tpu2edge[tpu]' on Linux, or use the naive prediction",
+    )
+
+
 def default_cache() -> Path:
     """Where compiled programs are kept: under ``TPU2EDGE_CACHE``, else the user's cache folder."""
     if folder := os.environ.get("TPU2EDGE_CACHE"):
@@ -93,10 +118,7 @@ def compile_program(
     check_precision(precision)
     libtpu = libtpu_version()
     if libtpu is None:
-        raise OptionError(
-            "the TPU compiler (package libtpu) is not installed",
-            do="pip install 'tpu2edge[tpu]' on Linux, or use the naive prediction",
-        )
+        raise _not_installed()
     request = {
         "do": "compile",
         "topology": topology.libtpu_name,
