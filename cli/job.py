@@ -186,4 +186,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is written; taking torch, jax and MLIR down in order would cost a second or more.
+    os._exit(status)

@@ -174,7 +174,7 @@ def load_checkpoint(module: nn.Module, path: Path, *, entry: str | None = None) 
 
 def _load(module: nn.Module, path: Path, entry: str | None) -> tuple[Note, ...]:
     notes: list[Note] = []
-    with _open(path) as stored:
+    with _open(path, notes) as stored:
         _refuse_lazy(module)
         entries = _container(module, stored, path.name, entry, notes)
         target = _Target(module)
@@ -182,7 +182,8 @@ def _load(module: nn.Module, path: Path, entry: str | None) -> tuple[Note, ...]:
         hooked = _has_load_hooks(module)
         if not hooked:
             _refuse_misfits(target, plan, entries, path.name)
-            _refuse_unlike_shapes(target, plan, entries, path.name)
+        # A hook may bring old shapes into the present ones; load_state_dict then judges them.
+        _refuse_unlike(target, plan, entries, path.name, shapes=not hooked)
         _refuse_unlike_copies(target, plan, entries, path.name)
         _note_match(target, plan, notes)
         _materialise(module, target)
@@ -198,10 +199,10 @@ def _load(module: nn.Module, path: Path, entry: str | None) -> tuple[Note, ...]:
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[_Stored]:
+def _open(path: Path, notes: list[Note]) -> Iterator[_Stored]:
     with contextlib.ExitStack() as stack:
         if path.is_dir():
-            yield _open_folder(path, stack)
+            yield _open_folder(path, stack, notes)
         elif path.suffix == ".safetensors":
             yield _open_safetensors(path, stack)
         elif path.is_file():
@@ -211,7 +212,7 @@ def _open(path: Path) -> Iterator[_Stored]:
             raise CheckpointError(f"there is no checkpoint {path.name}{_closest(path.name, near)}")
 
 
-def _open_folder(path: Path, stack: contextlib.ExitStack) -> _Stored:
+def _open_folder(path: Path, stack: contextlib.ExitStack, notes: list[Note]) -> _Stored:
     files = sorted(p.name for p in path.iterdir())
     if ".metadata" in files:
         return _open_distributed(path)
@@ -239,6 +240,8 @@ def _open_folder(path: Path, stack: contextlib.ExitStack) -> _Stored:
     for ending in (".safetensors", ".bin", ".pt", ".pth", ".ckpt"):
         single = [name for name in files if name.endswith(ending)]
         if len(single) == 1:
+            text = f"weights are taken from the file {single[0]} of {path.name}"
+            notes.append(Note(code="checkpoint-file", text=text))
             if ending == ".safetensors":
                 return _open_safetensors(path / single[0], stack)
             return _open_torch(path / single[0])
@@ -611,9 +614,8 @@ def _container(
                 do="say which one is meant, or save it alone: "
                 f"torch.save(checkpoint[{first!r}], 'weights.pt')",
             )
-        if fits:
-            candidates = fits
-        else:
+        candidates = fits or candidates
+        if not fits:
             # None fits: the error to come is about the one that comes nearest.
             candidates = [max(candidates, key=lambda at: len(_match(target, groups[at]).sources))]
     taken = candidates[0]
@@ -826,7 +828,13 @@ def _refuse_lazy(module: nn.Module) -> None:
             )
 
 
-def _refuse_misfits(target: _Target, plan: _Plan, entries: Mapping[str, _Entry], file: str) -> None:
+def _refuse_misfits(
+    target: _Target,
+    plan: _Plan,
+    entries: Mapping[str, _Entry],
+    file: str,
+    state: str = "nothing was loaded",
+) -> None:
     if not plan.missing and not plan.unexpected:
         return
     lines = [
@@ -843,8 +851,7 @@ def _refuse_misfits(target: _Target, plan: _Plan, entries: Mapping[str, _Entry],
         lines += _with_closest(plan.unexpected, free, "in the model")
     raise CheckpointError(
         "\n".join(lines),
-        do="build the model with the options it was trained with, or rename the keys; nothing "
-        "was loaded",
+        do="build the model with the options it was trained with, or rename the keys; " + state,
     )
 
 
@@ -858,13 +865,14 @@ def _with_closest(keys: list[str], known: list[str], where: str) -> list[str]:
     return lines
 
 
-def _refuse_unlike_shapes(
-    target: _Target, plan: _Plan, entries: Mapping[str, _Entry], file: str
+def _refuse_unlike(
+    target: _Target, plan: _Plan, entries: Mapping[str, _Entry], file: str, *, shapes: bool
 ) -> None:
+    """Refuses tensors of another kind of dtype, and with ``shapes`` those of another shape."""
     wrong: list[str] = []
     for key, source in plan.sources.items():
         expected, got = tuple(target.tensors[key].shape), entries[source].shape
-        if expected != got:
+        if shapes and expected != got:
             hint = ""
             if len(got) > 1 and got == tuple(reversed(expected)):
                 hint = " (the transposed shape: a kernel of JAX or TensorFlow?)"
@@ -1058,10 +1066,18 @@ def _load_by_hooks(
     after = _Plan(
         sources=plan.sources, missing=missing, unexpected=list(left), counters=plan.counters
     )
-    _refuse_misfits(target, after, entries, file)
+    _refuse_misfits(target, after, entries, file, "the module is loaded in part")
     notes.append(
         Note(code="checkpoint-hooks", text="checkpoint: loaded through the module's own hooks")
     )
+    other = [
+        f"{key} ({_name(entries[source].dtype)} as {_name(target.tensors[key].dtype)})"
+        for key, source in plan.sources.items()
+        if entries[source].dtype != target.tensors[key].dtype
+    ]
+    if other:
+        text = f"checkpoint: stored in another dtype than the module's: {_listed(other)}"
+        notes.append(Note(code="checkpoint-dtype", text=text))
 
 
 def _note_nonfinite(module: nn.Module, notes: list[Note]) -> None:

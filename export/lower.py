@@ -9,24 +9,36 @@ torch module behind each LiteRT tensor, are put into the file on the way.
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch.export import ExportedProgram
 
-from tpu2edge.errors import ConversionError, LoweringError, Place, Tpu2EdgeError
-from tpu2edge.export import blame
-from tpu2edge.export.program import TracedProgram
-from tpu2edge.export.rewrites import apply_rewrites
-from tpu2edge.types import LayerSource, Note, Progress, no_progress
+from tpu2edge.errors import (
+    ConversionError,
+    DeviceError,
+    LoweringError,
+    Place,
+    Tpu2EdgeError,
+    error_from_json,
+)
+from tpu2edge.export import blame, rewrites
+from tpu2edge.export.own_outputs import own_outputs
+from tpu2edge.types import LayerSource, Note, Progress, Signature, no_progress
 
-__all__ = ["Lowered", "lower_programs"]
+__all__ = ["Lowered", "Loweree", "lower_isolated", "lower_programs"]
 
 # Constants of at least this many bytes are handed to the converter by reference (its
 # "lightweight" mode), which keeps the peak near one copy of the weights instead of three.
@@ -52,8 +64,79 @@ class Lowered:
     notes: tuple[Note, ...] = ()
 
 
+class Loweree(NamedTuple):
+    """All that lowering needs to know of a traced program."""
+
+    program: ExportedProgram
+    signature: Signature
+
+
+def lower_isolated(
+    programs: Sequence[Loweree],
+    path: Path,
+    *,
+    log: IO[bytes] | None = None,
+    progress: Progress = no_progress,
+) -> Lowered:
+    """As :func:`lower_programs`, in a process of its own: what kills the converter ends only that.
+
+    Raises:
+        DeviceError: the process died; the message says at which step and by what.
+    """
+    with tempfile.TemporaryDirectory(prefix="tpu2edge-") as name:
+        folder = Path(name)
+        progress("hand over to the converter")
+        for index, loweree in enumerate(programs):
+            torch.export.save(loweree.program, folder / f"{index:03d}.pt2")
+            (folder / f"{index:03d}.json").write_text(json.dumps(loweree.signature.to_json()))
+        command = [sys.executable, "-P", "-m", "tpu2edge.export.lower_child", name, str(path)]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log if log is not None else subprocess.DEVNULL,
+        ) as child:
+            try:
+                stage, last = _follow(child, progress)
+            except BaseException:
+                child.kill()
+                raise
+        return _outcome(last, child.returncode, stage, path)
+
+
+def _follow(child: subprocess.Popen[bytes], progress: Progress) -> tuple[str, dict[str, Any]]:
+    stage, last = "start", dict[str, Any]()
+    assert child.stdout is not None
+    for line in child.stdout:
+        last = json.loads(line)
+        if last["event"] == "stage":
+            stage = last["stage"]
+            progress(stage, last["done"], last["total"])
+    return stage, last
+
+
+def _outcome(last: dict[str, Any], status: int, stage: str, path: Path) -> Lowered:
+    kind = last.pop("event", None)
+    if kind == "error":
+        raise error_from_json(last)
+    if kind != "result":
+        how = f"exit status {status}"
+        if status < 0:
+            how = f"signal {signal.Signals(-status).name}"
+        raise DeviceError(
+            f"the converter's process died by {how} at the step '{stage}'",
+            do="see the log; if the model is large, the machine may be out of memory",
+            step=stage,
+        )
+    return Lowered(
+        path=path,
+        nodes={name: LayerSource(**source) for name, source in last["nodes"].items()},
+        notes=tuple(Note(code=code, text=text) for code, text in last["notes"]),
+    )
+
+
 def lower_programs(
-    programs: Sequence[TracedProgram], path: Path, *, progress: Progress = no_progress
+    programs: Sequence[Loweree], path: Path, *, progress: Progress = no_progress
 ) -> Lowered:
     """Write the programs as the signatures of one file; weights they share are stored once.
 
@@ -73,17 +156,20 @@ def lower_programs(
         for traced in programs:
             progress("decompose")
             program = _decomposed(traced.program, toolkit, notes)
-            refuse_state(program)
             progress("lower")
             graphs.append(program.graph)
             for node in program.graph.nodes:
                 if node.op == "call_function":
                     nodes.setdefault(node.name, blame.source_of_node(node))
-            modules.append(toolkit.mlir(program, traced, context, constants))
+            modules.append(toolkit.mlir(program, traced.signature, context, constants))
         progress("convert")
         try:
             merged = toolkit.converter.merge_modules(modules)
             merged = toolkit.to_tfl(merged, context)
+            if any(toolkit.is_by_reference(attr) for attr in constants.constant_cache.values()):
+                merged = toolkit.fold(merged, context, notes)
+            with context:
+                own_outputs(toolkit.ir, _operation(merged))
             progress("write")
             toolkit.converter.export_flatbuffer_to_file(_operation(merged), str(path))
         except Tpu2EdgeError:
@@ -103,18 +189,30 @@ def _operation(module: Any) -> Any:
 def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) -> ExportedProgram:
     """The program in the core operators that litert-torch lowers, in as few retraces as possible."""
     fx_infra = toolkit.fx_infra
-    program = apply_rewrites(_shallow(program), notes)
+    program = _shallow(program)
+    rewrites.on_exported(program, notes)
     program = fx_infra.graph_utils.reset_from_node_meta(program)
     try:
         if _wants_layout(program) or _mutates(program):
             program = fx_infra.safe_run_decompositions(
-                program, fx_infra.decomp.pre_convert_decomp(), can_skip=False
+                program,
+                rewrites.add_decompositions(fx_infra.decomp.pre_convert_decomp()),
+                can_skip=False,
             )
+            # Before litert-torch's passes, which drop what is written to buffers without a word.
+            refuse_state(program)
         program = toolkit.convert_passes(program)
         _int32_ranges(program)
         program = fx_infra.safe_run_decompositions(
             program, toolkit.lowering_decompositions(), can_skip=False
         )
+        rewrites.on_decomposed(program, notes)
+        if any(is_dynamic(node) for node in program.graph.nodes):
+            # litert-torch's lowerings through JAX take fixed sizes only; the direct ones to TFL
+            # operators know dynamic ones, and are made from core operators.
+            program = fx_infra.safe_run_decompositions(
+                program, toolkit.direct_decompositions(), can_skip=False
+            )
     except Tpu2EdgeError:
         raise
     except Exception as err:
@@ -124,8 +222,6 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
 
 def _shallow(program: ExportedProgram) -> ExportedProgram:
     """A program of its own graph and dictionaries, but the same tensors."""
-    import copy
-
     return ExportedProgram(
         root=program.graph_module,
         graph=copy.deepcopy(program.graph),
@@ -181,7 +277,8 @@ class _Int32Range:
         self.__name__ = "arange_int32"
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return aten._to_copy.default(self.op(*args, **kwargs), dtype=torch.int32)
+        result: torch.Tensor = aten._to_copy.default(self.op(*args, **kwargs), dtype=torch.int32)
+        return result
 
 
 def refuse_state(program: ExportedProgram) -> None:
@@ -232,7 +329,7 @@ class _Toolkit:
     def __init__(self) -> None:
         os.environ.setdefault("LITERT_TORCH_SHOW_PROGRESS", "n")
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-        from litert_converter.mlir import passmanager
+        from litert_converter.mlir import ir, passmanager
         from litert_converter.mlir._mlir_libs import converter_api_ext
         from litert_torch import backend, fx_infra
         from litert_torch._convert import core, runtime_fold
@@ -246,19 +343,26 @@ class _Toolkit:
         self.inline_consts = inline_consts
         self.debuginfo = debuginfo
         self.converter = converter_api_ext
+        self.ir = ir
         self._passmanager = passmanager
         self._core = core
         self._runtime_fold = runtime_fold
         self._torch_tfl = torch_tfl
 
     def convert_passes(self, program: ExportedProgram) -> ExportedProgram:
-        return self._core._run_convert_passes(program)
+        result: ExportedProgram = self._core._run_convert_passes(program)
+        return result
 
     def lowering_decompositions(self) -> Any:
         # Not `table | {…}`: that gives a plain dict without the composite operators of the table.
         table = self.fx_infra.decomp.pre_lower_decomp()
         multinomial = aten.multinomial.default
         table[multinomial] = self._torch_tfl.decomps[multinomial]
+        return rewrites.add_decompositions(table)
+
+    def direct_decompositions(self) -> Any:
+        table = self.fx_infra.decomp.pre_lower_decomp()
+        table.update(self._torch_tfl.decomps)
         return table
 
     @contextlib.contextmanager
@@ -280,7 +384,7 @@ class _Toolkit:
 
         with (
             mock.patch.object(export, "LoweringInterpreter", Interpreter),
-            mock.patch.object(export, "_convert_i64_to_i32", lambda program: False),
+            mock.patch.object(export, "_convert_i64_to_i32", return_value=False),
             mock.patch.object(self.inline_consts, "_clamp_inf_values", lambda tensor: tensor),
             mock.patch.object(self.debuginfo, "build_mlir_debuginfo", _layer_name),
         ):
@@ -288,7 +392,7 @@ class _Toolkit:
             yield
 
     def mlir(
-        self, program: ExportedProgram, traced: TracedProgram, context: Any, constants: Any
+        self, program: ExportedProgram, signature: Signature, context: Any, constants: Any
     ) -> Any:
         """The program as an MLIR module that carries the signature's names."""
         # Every constant owns contiguous memory: see prepare.py on litert-torch#1238.
@@ -306,9 +410,9 @@ class _Toolkit:
             )
         self.converter.set_signature(
             lowered.module.operation,
-            signature_name=traced.signature.name,
-            input_names=[spec.name for spec in traced.signature.inputs],
-            output_names=[spec.name for spec in traced.signature.outputs],
+            signature_name=signature.name,
+            input_names=[spec.name for spec in signature.inputs],
+            output_names=[spec.name for spec in signature.outputs],
         )
         return lowered.module
 
@@ -323,8 +427,19 @@ class _Toolkit:
             self.converter.run_convert_to_tfl_passes(
                 module, self._passmanager.PassManager(), config
             )
-        # Constants that are handed over by reference are not folded by the converter itself.
-        return self._runtime_fold.runtime_fold(context, module, fold_dequantize=True)
+        return module
+
+    def is_by_reference(self, attribute: Any) -> bool:
+        return isinstance(attribute, self.ir.DenseResourceElementsAttr)
+
+    def fold(self, module: Any, context: Any, notes: list[Note]) -> Any:
+        """Fold what depends on constants only; the converter does not where they are references."""
+        try:
+            return self._runtime_fold.runtime_fold(context, module, fold_dequantize=True)
+        except Exception as err:  # noqa: BLE001 - an optimisation: the file is right without it
+            text = f"{type(err).__name__}: {_first_line(err)}"
+            notes.append(Note(code="not-folded", text=f"constants were not folded: {text}"))
+            return module
 
 
 def _layer_name(node: torch.fx.Node) -> str | None:
@@ -339,7 +454,14 @@ def _layer_name(node: torch.fx.Node) -> str | None:
 
 def _lowering_error(err: Exception, node: torch.fx.Node) -> LoweringError:
     place = blame.place_of_node(node)
-    text = str(err).strip().splitlines()[0] if str(err).strip() else ""
+    text = _first_line(err)
+    if any(is_dynamic(one) for one in (node, *node.all_input_nodes)):
+        return LoweringError(
+            f"the operator {node.target} cannot be lowered with a dynamic size: "
+            f"{type(err).__name__}: {text[:300]}",
+            do="export fixed sizes: leave --dynamic away",
+            place=place,
+        )
     if "Lowering not found" in text:
         return LoweringError(
             f"LiteRT has no form of the operator {node.target}",
@@ -353,6 +475,13 @@ def _lowering_error(err: Exception, node: torch.fx.Node) -> LoweringError:
     )
 
 
+def is_dynamic(node: torch.fx.Node) -> bool:
+    """Whether the node's result has, or is, a size that is known only when the model runs."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
 def _decomposition_error(err: Exception, program: ExportedProgram) -> LoweringError:
     text = str(err)
     place = None
@@ -360,12 +489,16 @@ def _decomposition_error(err: Exception, program: ExportedProgram) -> LoweringEr
     if match:
         node = next((n for n in program.graph.nodes if n.name == match[1]), None)
         place = blame.place_of_node(node) if node is not None else None
-    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return LoweringError(
-        f"the program cannot be decomposed into core operators: {type(err).__name__}: {first[:300]}",
+        "the program cannot be decomposed into core operators: "
+        f"{type(err).__name__}: {_first_line(err)[:300]}",
         do="change this part of the model, or leave it out",
         place=place,
     )
+
+
+def _first_line(err: BaseException) -> str:
+    return next((line.strip() for line in str(err).splitlines() if line.strip()), "")
 
 
 _MLIR_ERROR = re.compile(r"(?P<file>[^\s\"']+\.py):(?P<line>\d+):\d+\)?: error: (?P<text>.+)")
@@ -414,5 +547,3 @@ def _place_by_line(graphs: Sequence[torch.fx.Graph], file: str, line: int) -> Pl
             if wanted in (node.meta.get("stack_trace") or ""):
                 return blame.place_of_node(node)
     return Place(file=file, line=line)
-
-

@@ -53,8 +53,12 @@ class PreparedModule:
     notes: tuple[Note, ...]
 
 
-def prepare_module(module: nn.Module) -> PreparedModule:
+def prepare_module(module: nn.Module, *, keep_half: bool = False) -> PreparedModule:
     """A copy of ``module`` that is ready for export.
+
+    Args:
+        module: any torch module; it is not changed.
+        keep_half: leave bfloat16 and float16 tensors as they are, for a trace that is widened later.
 
     Raises:
         ExportError: the module cannot be copied, or holds a tensor without data (meta device).
@@ -63,7 +67,7 @@ def prepare_module(module: nn.Module) -> PreparedModule:
     notes: list[Note] = []
     inner, taken_off = _unwrap(module)
     replaced: Counter[str] = Counter(taken_off)
-    store = _TensorStore()
+    store = _TensorStore(keep_half)
     duplicate = _copy_module(inner, store, replaced)
     if replaced:
         names = ", ".join(sorted(replaced))
@@ -161,7 +165,8 @@ def _without_distributed(hooks: Any) -> Any:
 class _TensorStore:
     """Turns each tensor of the original into the one of the copy, once per tensor, with a tally."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_half: bool) -> None:
+        self._to_float32 = (torch.float64,) if keep_half else _TO_FLOAT32
         self._done: dict[tuple[Any, ...], torch.Tensor] = {}
         self._keep_alive: list[torch.Tensor] = []
         self._moved: dict[str, list[str]] = {}
@@ -208,7 +213,7 @@ class _TensorStore:
         if tensor.device.type != "cpu":
             self._moved.setdefault(str(tensor.device), []).append(path)
             tensor = tensor.cpu()
-        if tensor.dtype in _TO_FLOAT32:
+        if tensor.dtype in self._to_float32:
             self._cast.setdefault(_name(tensor.dtype), []).append(path)
             tensor = _float32(tensor, path)
         # litert-torch 0.10 keys constants by the address of a temporary contiguous copy, so several

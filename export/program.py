@@ -20,8 +20,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from tpu2edge.errors import DataError, ExportError, OptionError, Place, Tpu2EdgeError
-from tpu2edge.export import blame, names, oracle
-from tpu2edge.export.prepare import PreparedModule, prepare_module
+from tpu2edge.export import blame, half_precision, names, oracle
+from tpu2edge.export.prepare import prepare_module
 from tpu2edge.types import Array, Dim, Note, Signature, Tensors, TensorSpec
 
 __all__ = ["TracedProgram", "keep_global_state", "trace_module", "trace_program"]
@@ -173,11 +173,27 @@ def trace_module(
             _edge_input(name, tensor, notes)
             for name, tensor in zip(layout.names, layout.tensors, strict=True)
         )
-        flat = _Flat(prepared.module, layout).eval()
         shapes = _dynamic_shapes(layout.names, tensors, dynamic or {})
         tensors = _roomy(tensors, layout.names, dynamic or {})
-        program = _export(flat, tensors, shapes)
+        flat = _Flat(prepared.module, layout).eval()
+        try:
+            program = _export(flat, tensors, shapes)
+        except ExportError:
+            if not prepared.half_dtypes:
+                raise
+            # Forward casts to half precision by itself, which does not go with weights in float32:
+            # traced as the module is, the program is widened as a whole afterwards.
+            own = prepare_module(module, keep_half=True)
+            flat = _Flat(own.module, layout).eval()
+            given = _roomy(layout.tensors, layout.names, dynamic or {})
+            program = _export(flat, tuple(t.detach().cpu() for t in given), shapes)
     notes.extend(flat.seen.left_out)
+    half = half_precision.compute_in_float32(program)
+    if half:
+        text = (
+            f"{half} operators compute in half precision: they are computed in float32, and so is "
+        )
+        notes.append(Note(code="computed-in-float32", text=text + "what the file is compared with"))
     notes.extend(
         Note(code="baked-in", text=f"argument '{name}' is {value}: fixed in the file")
         for name, value in layout.constants.items()
@@ -190,7 +206,7 @@ def trace_module(
         dynamic or {},
         signature_name,
         notes,
-        prepared,
+        None if half else prepared.module,
         layout,
         tensors,
     )
@@ -342,7 +358,7 @@ def _traced(
     dynamic: Mapping[str, Mapping[int, Dim]],
     signature_name: str,
     notes: list[Note],
-    prepared: PreparedModule,
+    eager: nn.Module | None,
     layout: names.CallLayout,
     tensors: tuple[torch.Tensor, ...],
 ) -> TracedProgram:
@@ -389,7 +405,7 @@ def _traced(
         },
         notes=tuple(notes),
         constant_outputs=frozenset(_independent_outputs(program, output_names)),
-        _eager=prepared.module,
+        _eager=eager,
         _layout=layout,
         _oracle=oracle.Oracle(program),
     )

@@ -191,10 +191,8 @@ class OutputMeter:
         spread = self._high - self._low
         range_error = None
         if self._float:
-            if spread > 0:
-                range_error = self._max_abs / spread
-            else:
-                range_error = 0.0 if self._max_abs == 0 else math.inf
+            empty = 0.0 if self._max_abs == 0 else math.inf
+            range_error = self._max_abs / spread if spread > 0 else empty
         keyed = ratios if self._float else [-wrong for wrong in self._wrong]
         worst = min(range(len(keyed)), key=lambda i: (keyed[i], i))
         return OutputMetrics(

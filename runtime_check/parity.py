@@ -285,7 +285,8 @@ def check_model(
                 "peak_rss_kb": session.peak_rss_kb,
             }
     except DeviceError as error:
-        return report(cases.all(Verdict.ERROR, Reason(code="device", text=str(error))), {})
+        reason = Reason(code=f"device-{error.step}", text=str(error))
+        return report(cases.all(Verdict.ERROR, reason), {})
     return report(tuple(cases.judge(meters[name], name, constant) for name in names), times)
 
 

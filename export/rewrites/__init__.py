@@ -1,29 +1,42 @@
-"""Rewrites of the traced program before it is lowered: one file a kind, one row a rewrite.
+"""Rewrites of the traced program before it is lowered: one file a kind, one row of REWRITES each.
 
-Each rewrite takes the program as torch.export gave it (its graph is a copy of our own), changes it
-in place and gives the number of places; a Note says so. A rewrite gives the same numbers as what it replaces.
+A rewrite gives the same numbers as what it replaces, in operators that LiteRT has. It can act at
+three points, whichever is the simplest for its kind:
+
+1. ``on_exported``: on the graph as torch.export gave it (operators as the user wrote them).
+2. ``decompositions``: a function in plain torch for an operator, traced in the operator's place by
+   the decomposition that takes place anyway, so it costs no time of its own. A function that gives
+   NotImplemented leaves this call as it would have been.
+3. ``on_decomposed``: on the graph in core operators, just before it is lowered.
+
+The graph is always a copy of our own. Graph functions change it in place and give the number of
+places; a Note tells the user. Every row has a test with values from PyTorch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch.export import ExportedProgram
 
 from tpu2edge.export.rewrites import fold_batch_norm
 from tpu2edge.types import Note
 
-__all__ = ["REWRITES", "Rewrite", "apply_rewrites"]
+__all__ = ["REWRITES", "Rewrite", "add_decompositions", "on_decomposed", "on_exported"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewrite:
-    """One kind of change, with the reason it is needed."""
+    """One kind of change: what it does, why it is needed, and where it acts (see the module)."""
 
     name: str
     why: str
-    apply: Callable[[ExportedProgram], int]  # changes in place; how many places
+    on_exported: Callable[[ExportedProgram], int] | None = None
+    decompositions: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
+    on_decomposed: Callable[[ExportedProgram], int] | None = None
 
 
 REWRITES: tuple[Rewrite, ...] = (
@@ -31,15 +44,51 @@ REWRITES: tuple[Rewrite, ...] = (
         name="fold-batch-norm",
         why="large constants are handed to the converter by reference and not folded there: a "
         "ResNet-50 would keep its 53 multiplications and run at half the speed",
-        apply=fold_batch_norm.apply,
+        on_exported=fold_batch_norm.apply,
     ),
 )
 
 
-def apply_rewrites(program: ExportedProgram, notes: list[Note]) -> ExportedProgram:
-    """``program`` after all rewrites, in the table's order; what was done is added to ``notes``."""
+def on_exported(program: ExportedProgram, notes: list[Note]) -> None:
+    """Run the graph rewrites of the first kind, in the table's order, and note the second kind."""
+    used = Counter(node.target for node in program.graph.nodes if node.op == "call_function")
     for rewrite in REWRITES:
-        count = rewrite.apply(program)
-        if count:
-            notes.append(Note(code=f"rewrite-{rewrite.name}", text=f"{rewrite.name}: {count} places"))
-    return program
+        count = rewrite.on_exported(program) if rewrite.on_exported else 0
+        count += sum(used[op] for op in rewrite.decompositions)
+        _note(rewrite, count, notes)
+
+
+def add_decompositions(table: Any) -> Any:
+    """``table`` (operator -> function) with the rewrites' functions before its own."""
+    for rewrite in REWRITES:
+        for op, function in rewrite.decompositions.items():
+            table[op] = _Chained(function, op, table.get(op))
+    return table
+
+
+def on_decomposed(program: ExportedProgram, notes: list[Note]) -> None:
+    """Run the graph rewrites of the third kind, in the table's order."""
+    for rewrite in REWRITES:
+        if rewrite.on_decomposed is not None:
+            _note(rewrite, rewrite.on_decomposed(program), notes)
+
+
+def _note(rewrite: Rewrite, count: int, notes: list[Note]) -> None:
+    if count:
+        places = "1 place" if count == 1 else f"{count} places"
+        notes.append(Note(code=f"rewrite-{rewrite.name}", text=f"{rewrite.name}: {places}"))
+
+
+class _Chained:
+    """A rewrite's function, and what would have been done where it does not apply."""
+
+    def __init__(self, function: Callable[..., Any], op: Any, usual: Any) -> None:
+        self._function, self._op, self._usual = function, op, usual
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._function(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if self._usual is not None:
+            return self._usual(*args, **kwargs)
+        return self._op.decompose(*args, **kwargs)  # NotImplemented where there is none

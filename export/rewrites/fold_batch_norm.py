@@ -64,13 +64,15 @@ def _fold(program: ExportedProgram, norm: torch.fx.Node, targets: dict[str, str]
     values = [_constant(program, item, targets) for item in (mean, var)]
     scale = torch.ones(()) if gamma is None else _constant(program, gamma, targets)
     bias = torch.zeros(()) if bias_node is None else _constant(program, bias_node, targets)
-    if weight is None or shift is None or scale is None or bias is None or None in values:
+    if weight is None or shift is None or scale is None or bias is None:
+        return 0
+    if any(value is None for value in values):
         return 0
     # Both are replaced in their store, so nothing else may read them (tied weights).
     if not _only_here(program, weight_node, targets) or not _only_here(program, beta, targets):
         return 0
     m, v = (value.double() for value in values)  # type: ignore[union-attr]
-    factor = scale.double() / torch.sqrt(v + float(eps))  # type: ignore[arg-type]
+    factor = scale.double() / torch.sqrt(v + float(eps))  # type: ignore[operator,arg-type]
     wide = weight.double()
     if conv.target in _CONV_TRANSPOSE:  # (in, out / groups, …): channels are split over the groups
         groups = int(args[_GROUPS]) if len(args) > _GROUPS else 1  # type: ignore[arg-type]
@@ -104,9 +106,7 @@ def _only_here(program: ExportedProgram, node: Any, targets: dict[str, str]) -> 
     return uses == 1
 
 
-def _constant(
-    program: ExportedProgram, node: Any, targets: dict[str, str]
-) -> torch.Tensor | None:
+def _constant(program: ExportedProgram, node: Any, targets: dict[str, str]) -> torch.Tensor | None:
     if not isinstance(node, torch.fx.Node) or node.op != "placeholder" or node.name not in targets:
         return None
     target = targets[node.name]

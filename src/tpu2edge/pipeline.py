@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from tpu2edge import bundle as bundles
 from tpu2edge.bundle import Bundle, load_bundle
-from tpu2edge.errors import BundleError, DataError, OptionError, Tpu2EdgeError
+from tpu2edge.errors import BundleError, DataError, OptionError, Place, Tpu2EdgeError
 from tpu2edge.files import canonical_json, sha256_of, write_atomically
 from tpu2edge.types import (
     Dim,
@@ -30,6 +30,7 @@ from tpu2edge.types import (
     Progress,
     Sample,
     Signature,
+    Tensors,
     TensorSpec,
     no_progress,
 )
@@ -168,8 +169,8 @@ def export_model(
     """Export ``module`` to a folder of checked LiteRT files and give the verified bundle.
 
     Safe to call inside a training loop: the module, its mode, its weights, its devices, the random
-    generators and the grad mode are as before afterwards, and everything that runs a ``.tflite``
-    does so in a process of its own.
+    generators and the grad mode are as before afterwards; the converter, the quantizer and all that
+    runs a ``.tflite`` have processes of their own, so what kills them does not kill the training.
 
     Args:
         module: a torch module on any device and in any mode, or an ExportedProgram.
@@ -213,6 +214,7 @@ def export_model(
         progress=_Stages(progress),
         on_note=on_note,
         log_path=log_path,
+        isolate=True,
     )
     bundles.refuse_existing(job.output, force=force)
 
@@ -267,6 +269,7 @@ def export_source(
         progress=_Stages(progress),
         on_note=on_note,
         log_path=log_path,
+        isolate=False,
     )
     bundles.refuse_existing(request.output, force=request.force)
     dynamic = parse_dynamic(request.dynamic)
@@ -483,6 +486,7 @@ class _Data:
     samples: Sequence[Sample]
     source: Mapping[str, Any]  # for the reference's manifest
     notes: Sequence[Note] = ()
+    eager: Mapping[str, Tensors] = field(default_factory=dict)  # outputs known by sample id
 
 
 class _Stages:
@@ -524,6 +528,7 @@ class _Job:
     progress: _Stages
     on_note: NoteSink | None
     log_path: Path | None
+    isolate: bool  # convert in a process of its own; the command line's job is one already
     notes: list[Note] = field(default_factory=list)
 
     def check_budgets(self) -> None:
@@ -552,13 +557,16 @@ class _Job:
         provenance: Mapping[str, Any],
         notes: Sequence[Note] = (),
     ) -> Bundle:
+        from tpu2edge.export.program import keep_global_state
+
         started = time.time()
         self.check_budgets()
         self._say(notes)
         with (
+            keep_global_state(),  # importing litert_torch alone seeds torch and NumPy anew
             bundles.staged(self.output, force=self.force) as folder,
             _log_stream(self.log_path or folder / "log.txt") as log,
-            _quiet(None if self.log_path else log),
+            _warnings_to(log),
         ):
             self.progress("trace")
             program: TracedProgram = traced()
@@ -566,10 +574,8 @@ class _Job:
             samples: _Data = data(program)
             self._say(samples.notes)
             reference, oracle = self._references(folder, program, samples, provenance)
-            base, nodes = self._lower(folder, program)
-            report, models = self._family(
-                folder, program, base, nodes, reference, oracle, log
-            )
+            base, nodes = self._lower(folder, program, log)
+            report, models = self._family(folder, program, base, nodes, reference, oracle, log)
             self._write(folder, program, report, models, nodes, provenance, started)
             if self.log_path is not None:
                 log.flush()
@@ -603,7 +609,8 @@ class _Job:
         )
         for index, sample in enumerate(data.samples):
             self.progress("reference: eager and float64", index, total)
-            main.add(sample, program.eager(sample.inputs))
+            known = data.eager.get(sample.id)
+            main.add(sample, program.eager(sample.inputs) if known is None else known)
             side.add(sample, program.oracle(sample.inputs))
         if program.oracle_exceptions:
             names = ", ".join(program.oracle_exceptions)
@@ -611,11 +618,17 @@ class _Job:
             self._say([Note(code="oracle-exception", text=text)])
         return main.close(), side.close()
 
-    def _lower(self, folder: Path, program: TracedProgram) -> tuple[Path, dict[str, Any]]:
-        from tpu2edge.export.lower import lower_programs
+    def _lower(
+        self, folder: Path, program: TracedProgram, log: IO[bytes]
+    ) -> tuple[Path, dict[str, Any]]:
+        from tpu2edge.export.lower import Loweree, lower_isolated, lower_programs
 
         base = folder / "model.float32.tflite"
-        lowered = lower_programs([program], base, progress=self.progress)
+        loweree = Loweree(program.program, program.signature)
+        if self.isolate:
+            lowered = lower_isolated([loweree], base, log=log, progress=self.progress)
+        else:
+            lowered = lower_programs([loweree], base, progress=self.progress)
         self._say(lowered.notes)
         return base, dict(lowered.nodes)
 
@@ -662,6 +675,8 @@ class _Job:
                     log=log,
                     progress=self.progress,
                 )
+                if recipe == "float32" and device == "host":
+                    _refuse_unrunnable(report, file, nodes)
                 if recipe in self.recipes:
                     reports.append(report)
             if keep is not None and float_outputs is None and (keep / "manifest.json").is_file():
@@ -736,6 +751,67 @@ def _tested_model(file: Path, signature: Signature, recipe: str) -> EdgeModel:
     )
 
 
+_NO_KERNEL = re.compile(r"[Dd]idn't find op for builtin opcode '(?P<op>\w+)'")
+_NODE_FAILED = re.compile(r"Node number (?P<node>\d+) \((?P<op>\w+)\) failed to (?P<what>\w+)")
+_CUSTOM = re.compile(r"Encountered unresolved custom op: (?P<op>[\w.]+)")
+
+
+def _refuse_unrunnable(report: ParityReport, file: Path, nodes: Mapping[str, Any]) -> None:
+    """Turn LiteRT's refusal of a file that was just converted into words about the model.
+
+    Raises:
+        LoweringError: an operator of the float file has no kernel, or its kernel refuses it.
+    """
+    from tpu2edge.errors import LoweringError
+
+    reason = next(
+        (r for case in report.cases for r in case.reasons if r.code.startswith("device-")), None
+    )
+    if reason is None:
+        return
+    missing = _NO_KERNEL.search(reason.text) or _CUSTOM.search(reason.text)
+    failed = _NODE_FAILED.search(reason.text)
+    if missing:
+        raise LoweringError(
+            f"LiteRT has no kernel for {missing['op']}, which the model was converted to",
+            do="replace this part of the model by operators that LiteRT has, or leave it out",
+            place=_place_in_file(file, nodes, missing["op"], None),
+            step="check",
+        )
+    if failed:
+        raise LoweringError(
+            f"LiteRT cannot {failed['what']} the operator {failed['op']} of the converted file: "
+            f"{reason.text.splitlines()[0]}",
+            do="replace this part of the model by an equal form, or leave it out",
+            place=_place_in_file(file, nodes, failed["op"], int(failed["node"])),
+            step="check",
+        )
+
+
+def _place_in_file(
+    file: Path, nodes: Mapping[str, Any], op: str, index: int | None
+) -> Place | None:
+    from tpu2edge.flatbuffer import read_tflite
+
+    for graph in read_tflite(file).subgraphs:
+        for operator in graph.operators:
+            if operator.name != op or index not in (None, operator.index):
+                continue
+            # An output of the signature has no layer's name of its own: then the inputs tell.
+            tensors = [
+                graph.tensors[i].name for i in (*operator.outputs, *operator.inputs) if i >= 0
+            ]
+            for sources in bundles.layers_of_tensors(tensors, nodes).values():
+                source = sources[0]
+                return Place(
+                    module=source["module"],
+                    op=source["op"],
+                    file=source.get("file"),
+                    line=source.get("line"),
+                )
+    return None
+
+
 def _refuse_unchanged(base: Path, file: Path, recipe: str) -> None:
     from tpu2edge.errors import QuantizationError
     from tpu2edge.flatbuffer import read_tflite, summarize
@@ -761,12 +837,17 @@ def _synthetic(program: TracedProgram, count: int, seed: int) -> _Data:
     made = synthetic_samples(program.example, program.signature.inputs, count=count, seed=seed)
     usable: list[Sample] = []
     notes: list[Note] = []
+    eager: dict[str, Tensors] = {}
     for sample in made:
-        if sample.id == "example" or _runs(program, sample):
-            usable.append(sample)
-        else:
+        try:
+            eager[sample.id] = program.eager(sample.inputs)
+        except Tpu2EdgeError:
+            if sample.id == "example":
+                raise
             text = f"synthetic sample '{sample.id}' is one that the module cannot take: left out"
             notes.append(Note(code="sample-left-out", text=text))
+        else:
+            usable.append(sample)
     usable.extend(_dynamic_ends(program, seed))
     notes.append(
         Note(
@@ -775,15 +856,8 @@ def _synthetic(program: TracedProgram, count: int, seed: int) -> _Data:
             "it (synthetic data)",
         )
     )
-    return _Data(usable, {"kind": "synthetic", "seed": seed, "count": len(usable)}, notes)
-
-
-def _runs(program: TracedProgram, sample: Sample) -> bool:
-    try:
-        program.eager(sample.inputs)
-    except Tpu2EdgeError:
-        return False
-    return True
+    source = {"kind": "synthetic", "seed": seed, "count": len(usable)}
+    return _Data(usable, source, notes, eager)
 
 
 def _dynamic_ends(program: TracedProgram, seed: int) -> list[Sample]:
@@ -799,12 +873,11 @@ def _dynamic_ends(program: TracedProgram, seed: int) -> list[Sample]:
     if not dims:
         return []
     samples: list[Sample] = []
-    for label, pick in (
-        ("smallest", lambda d: d.min),
-        ("middle", lambda d: (d.min + d.max) // 2),
-        ("largest", lambda d: d.max),
+    for label, sizes in (
+        ("smallest", {name: dim.min for name, dim in dims.items()}),
+        ("middle", {name: (dim.min + dim.max) // 2 for name, dim in dims.items()}),
+        ("largest", {name: dim.max for name, dim in dims.items()}),
     ):
-        sizes = {name: pick(dim) for name, dim in dims.items()}
         made = synthetic_samples(
             program.example, program.signature.inputs, count=2, seed=seed, sizes=sizes
         )
@@ -847,8 +920,6 @@ def _host(value: Any) -> Any:
 
 def _edge_array(array: Any, spec: TensorSpec, sample: str) -> Any:
     import numpy as np
-
-    from tpu2edge.errors import Place
 
     dtype = np.dtype(spec.dtype)
     fits = array.ndim == len(spec.shape) and all(
@@ -969,36 +1040,20 @@ def _versions() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _log_stream(path: Path | None) -> Iterator[IO[bytes]]:
-    with open(path or os.devnull, "ab") as stream:
+    with Path(path or os.devnull).open("ab") as stream:
         yield stream
 
 
 @contextlib.contextmanager
-def _quiet(log: IO[bytes] | None) -> Iterator[None]:
-    """Send what this process writes to descriptors 1 and 2 to ``log``, where third parties chatter.
+def _warnings_to(log: IO[bytes]) -> Iterator[None]:
+    """Python warnings that torch raises while it traces go to the log, not to the user's stderr."""
 
-    Only for callers that have no log of their own (the command line's child has its descriptors
-    on the log from the start).
-    """
-    if log is None:
+    def show(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        log.write(warnings.formatwarning(message, category, filename, lineno).encode())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.showwarning = show
         yield
-        return
-    import sys
-
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = [os.dup(1), os.dup(2)]
-    try:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("default")
-            yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for descriptor, target in zip(saved, (1, 2), strict=True):
-            os.dup2(descriptor, target)
-            os.close(descriptor)
-
-

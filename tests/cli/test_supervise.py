@@ -40,8 +40,9 @@ sys.exit(app.run([]))
 
 @pytest.fixture(autouse=True)
 def _jobs_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    earlier = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{earlier}")
+    # No empty entry: Python reads that as the current folder.
+    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     logs = tmp_path / "logs"
     logs.mkdir()
     monkeypatch.setenv("TMPDIR", str(logs))

@@ -115,6 +115,15 @@ def test_a_folder_of_sharded_safetensors_is_loaded(tmp_path):
     assert_same(net, trained())
 
 
+def test_a_folder_with_one_file_says_which_it_was(tmp_path):
+    save_file(trained().state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    net = Net()
+    (note,) = load_checkpoint(net, tmp_path)
+    assert "model.safetensors" in note.text
+    assert_same(net, trained())
+
+
 def test_a_missing_or_cut_shard_is_refused_by_name(tmp_path):
     shard = sharded(tmp_path) / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-20])
