@@ -207,6 +207,12 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
             program, toolkit.lowering_decompositions(), can_skip=False
         )
         rewrites.on_decomposed(program, notes)
+        if any(is_dynamic(node) for node in program.graph.nodes):
+            # litert-torch's lowerings through JAX take fixed sizes only; the direct ones to TFL
+            # operators know dynamic ones, and are made from core operators.
+            program = fx_infra.safe_run_decompositions(
+                program, toolkit.direct_decompositions(), can_skip=False
+            )
     except Tpu2EdgeError:
         raise
     except Exception as err:
@@ -354,6 +360,11 @@ class _Toolkit:
         table[multinomial] = self._torch_tfl.decomps[multinomial]
         return rewrites.add_decompositions(table)
 
+    def direct_decompositions(self) -> Any:
+        table = self.fx_infra.decomp.pre_lower_decomp()
+        table.update(self._torch_tfl.decomps)
+        return table
+
     @contextlib.contextmanager
     def tamed(self) -> Iterator[None]:
         """litert-torch without its second decomposition, its clamping and its layer names."""
@@ -444,6 +455,13 @@ def _layer_name(node: torch.fx.Node) -> str | None:
 def _lowering_error(err: Exception, node: torch.fx.Node) -> LoweringError:
     place = blame.place_of_node(node)
     text = _first_line(err)
+    if any(is_dynamic(one) for one in (node, *node.all_input_nodes)):
+        return LoweringError(
+            f"the operator {node.target} cannot be lowered with a dynamic size: "
+            f"{type(err).__name__}: {text[:300]}",
+            do="export fixed sizes: leave --dynamic away",
+            place=place,
+        )
     if "Lowering not found" in text:
         return LoweringError(
             f"LiteRT has no form of the operator {node.target}",
@@ -455,6 +473,13 @@ def _lowering_error(err: Exception, node: torch.fx.Node) -> LoweringError:
         do="replace it in the model by an equal form, or leave this part out",
         place=place,
     )
+
+
+def is_dynamic(node: torch.fx.Node) -> bool:
+    """Whether the node's result has, or is, a size that is known only when the model runs."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _decomposition_error(err: Exception, program: ExportedProgram) -> LoweringError:
