@@ -36,6 +36,7 @@ from tpu2edge.errors import (
 )
 from tpu2edge.export import blame, rewrites
 from tpu2edge.export.own_outputs import own_outputs
+from tpu2edge.export.rewrites import native
 from tpu2edge.types import LayerSource, Note, Progress, Signature, no_progress
 
 __all__ = ["Lowered", "Loweree", "lower_isolated", "lower_programs"]
@@ -348,6 +349,7 @@ class _Toolkit:
         self._core = core
         self._runtime_fold = runtime_fold
         self._torch_tfl = torch_tfl
+        native.register()
 
     def convert_passes(self, program: ExportedProgram) -> ExportedProgram:
         result: ExportedProgram = self._core._run_convert_passes(program)

@@ -22,7 +22,13 @@ from typing import Any
 
 from torch.export import ExportedProgram
 
-from tpu2edge.export.rewrites import fold_batch_norm
+from tpu2edge.export.rewrites import (
+    broadcast_transpose,
+    fold_batch_norm,
+    integers,
+    nearest,
+    sorting,
+)
 from tpu2edge.types import Note
 
 __all__ = ["REWRITES", "Rewrite", "add_decompositions", "on_decomposed", "on_exported"]
@@ -45,6 +51,29 @@ REWRITES: tuple[Rewrite, ...] = (
         why="large constants are handed to the converter by reference and not folded there: a "
         "ResNet-50 would keep its 53 multiplications and run at half the speed",
         on_exported=fold_batch_norm.apply,
+    ),
+    Rewrite(
+        name="broadcast-transpose",
+        why="the converter drops a transpose that follows a broadcast of an axis of size 1: wrong "
+        "numbers in every decoder with one key-value head",
+        on_decomposed=broadcast_transpose.apply,
+    ),
+    Rewrite(
+        name="nearest-resize",
+        why="RESIZE_NEAREST_NEIGHBOR takes other pixels than PyTorch where the ratio is not whole",
+        decompositions=nearest.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="sort",
+        why="STABLEHLO_SORT, which litert-torch gives for sort and for the values of top-k, has no "
+        "kernel; TOPK_V2 has",
+        decompositions=sorting.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="integer-arithmetic",
+        why="integer powers, remainders and divisions are computed in float32, wrong above 2**24, "
+        "and shifts have no lowering",
+        decompositions=integers.DECOMPOSITIONS,
     ),
 )
 
