@@ -24,9 +24,13 @@ from torch.export import ExportedProgram
 
 from tpu2edge.export.rewrites import (
     broadcast_transpose,
+    counting,
     fold_batch_norm,
+    indexing,
     integers,
     nearest,
+    pool_indices,
+    scattering,
     sorting,
 )
 from tpu2edge.types import Note
@@ -64,6 +68,12 @@ REWRITES: tuple[Rewrite, ...] = (
         decompositions=nearest.DECOMPOSITIONS,
     ),
     Rewrite(
+        name="pool-indices",
+        why="max pooling gives zeros as its indices, and unpooling has no lowering",
+        on_exported=pool_indices.apply,
+        decompositions=pool_indices.DECOMPOSITIONS,
+    ),
+    Rewrite(
         name="sort",
         why="STABLEHLO_SORT, which litert-torch gives for sort and for the values of top-k, has no "
         "kernel; TOPK_V2 has",
@@ -74,6 +84,22 @@ REWRITES: tuple[Rewrite, ...] = (
         why="integer powers, remainders and divisions are computed in float32, wrong above 2**24, "
         "and shifts have no lowering",
         decompositions=integers.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="index",
+        why="reads by index become GATHER_ND with SELECT and BROADCAST_TO, which delegates leave to "
+        "the CPU; GATHER does the same",
+        decompositions=indexing.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="scatter",
+        why="writes by index and by mask have no lowering, or one that the converter refuses",
+        decompositions=scattering.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="counting",
+        why="histograms, bins, grouped products and most cumulative operators have no lowering",
+        decompositions=counting.DECOMPOSITIONS,
     ),
 )
 

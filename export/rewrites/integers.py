@@ -1,7 +1,7 @@
 """Integer arithmetic in operators that LiteRT has for integers, and powers by integer tensors.
 
 litert-torch computes integer powers and truncated division in float32, which is wrong above 2**24,
-and has no lowering for shifts. LiteRT's own POW, DIV, FLOOR_DIV and FLOOR_MOD are exact on int32.
+and has no lowering for shifts. LiteRT's own DIV, FLOOR_DIV and FLOOR_MOD are exact on int32; its POW knows float32 only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,24 @@ def _pow_scalar_exponent(base: torch.Tensor, exponent: Number) -> Any:
 
 
 def _integer_pow(base: torch.Tensor, exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return native.int32("pow", base, exponent.to(torch.int32).clamp(min=0)).to(dtype)
+    """By squaring, over the five bits of the exponent; not for negative ones."""
+    base, rest = base.to(torch.int32), exponent.to(torch.int32)
+    # Beyond 31, only 0, 1 and -1 stay within int32, and only the parity matters.
+    rest = torch.where(rest > 31, native.int32("floor_mod", rest, _number(2)) + 30, rest)
+    result: torch.Tensor | None = None
+    for place in range(5):
+        odd = native.int32("floor_mod", rest, _number(2)) == 1
+        factor = torch.where(odd, base, torch.ones_like(base))
+        result = factor if result is None else result * factor
+        if place < 4:
+            base = base * base
+            rest = native.int32("floor_div", rest, _number(2))
+    assert result is not None
+    return result.to(dtype)
+
+
+def _number(value: int) -> torch.Tensor:
+    return torch.full((), value, dtype=torch.int32)
 
 
 def _pow_tensors(base: torch.Tensor, exponent: torch.Tensor) -> Any:
@@ -67,7 +84,8 @@ def _pow_tensors(base: torch.Tensor, exponent: torch.Tensor) -> Any:
         if exponent.dtype in (torch.bool, torch.uint8):
             return result
         # As PyTorch: 1 / base, rounded towards zero.
-        unit = torch.where((exponent.to(torch.int32) & 1) == 0, 1, base.to(torch.int32))
+        even = native.int32("floor_mod", exponent, _number(2)) == 0
+        unit = torch.where(even, 1, base.to(torch.int32))
         small = (base == 1) | (base == -1)
         negative = torch.where(small, unit, 0).to(dtype)
         return torch.where(exponent < 0, negative, result)
@@ -127,6 +145,20 @@ def _div_mode(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
     return _native("floor_div" if rounding_mode == "floor" else "div", x, y)
 
 
+# ----------------------------------------------------------------------------------------- products
+
+
+def _matmul(x: torch.Tensor, y: torch.Tensor) -> Any:
+    if not _is_int(x) or x.dim() < 2 or y.dim() < 2:
+        return NotImplemented
+    products = x.to(torch.int32).unsqueeze(-1) * y.to(torch.int32).unsqueeze(-3)
+    return products.sum(-2, dtype=torch.int32).to(x.dtype)
+
+
+def _exp2(x: torch.Tensor) -> torch.Tensor:
+    return aten.pow.Scalar(2.0, x if x.is_floating_point() else x.to(torch.float32))
+
+
 # ------------------------------------------------------------------------------------------- shifts
 
 
@@ -179,6 +211,9 @@ DECOMPOSITIONS: dict[Any, Any] = {
     aten.remainder.Tensor: _remainder,
     aten.remainder.Scalar: _remainder,
     aten.remainder.Scalar_Tensor: _remainder,
+    aten.exp2.default: _exp2,
+    aten.mm.default: _matmul,
+    aten.bmm.default: _matmul,
     aten.fmod.Tensor: _fmod,
     aten.fmod.Scalar: _fmod,
     aten.bitwise_left_shift.Tensor: _left,

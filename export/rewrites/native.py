@@ -95,15 +95,9 @@ def _int32_floor_mod(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.remainder(x, y)
 
 
-@torch.library.custom_op("tpu2edge::int32_pow", mutates_args=())
-def _int32_pow(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.pow(x, y)
-
-
 @_int32_div.register_fake
 @_int32_floor_div.register_fake
 @_int32_floor_mod.register_fake
-@_int32_pow.register_fake
 def _int32_shape(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x.new_empty(torch.broadcast_shapes(x.shape, y.shape))
 
@@ -137,7 +131,7 @@ def top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def int32(name: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """``div`` (towards zero), ``floor_div``, ``floor_mod`` or ``pow`` (y >= 0) of int32 tensors."""
+    """``div`` (towards zero), ``floor_div`` or ``floor_mod`` of int32 tensors."""
     op = getattr(_OPS, f"int32_{name}").default
     x, y = x.to(torch.int32), y.to(torch.int32)
     if max(x.dim(), y.dim()) <= 4:
@@ -193,12 +187,15 @@ def register() -> None:
         return call(lctx, "tfl.broadcast_to", [x, numbers(shape)])
 
     def binary(name: str) -> Any:
-        attributes = (
-            {"fused_activation_function": ir.StringAttr.get("NONE")} if name == "div" else {}
-        )
-        return lambda lctx, x, y: call(lctx, f"tfl.{name}", [x, y], **attributes)
+        def lower(lctx: Any, x: Any, y: Any) -> Any:
+            if name != "div":
+                return call(lctx, f"tfl.{name}", [x, y])
+            none = ir.StringAttr.get("NONE")
+            return call(lctx, "tfl.div", [x, y], fused_activation_function=none)
 
-    for name in ("div", "floor_div", "floor_mod", "pow"):
+        return lower
+
+    for name in ("div", "floor_div", "floor_mod"):
         registry.lower(getattr(_OPS, f"int32_{name}").default)(binary(name))
     for name, function in {
         "gather": lower_gather,
