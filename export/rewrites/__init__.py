@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.export import ExportedProgram
 
 from tpu2edge.export.rewrites import (
@@ -134,11 +135,16 @@ def _note(rewrite: Rewrite, count: int, notes: list[Note]) -> None:
         notes.append(Note(code=f"rewrite-{rewrite.name}", text=f"{rewrite.name}: {places}"))
 
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
 class _Chained:
     """A rewrite's function, and what would have been done where it does not apply."""
 
     def __init__(self, function: Callable[..., Any], op: Any, usual: Any) -> None:
-        self._function, self._op, self._usual = function, op, usual
+        self._function, self._op = function, op
+        # While a program is decomposed, op.decompose() would lead back here.
+        self._usual = usual or op.py_kernels.get(_COMPOSITE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self._function(*args, **kwargs)
@@ -146,4 +152,6 @@ class _Chained:
             return result
         if self._usual is not None:
             return self._usual(*args, **kwargs)
-        return self._op.decompose(*args, **kwargs)  # NotImplemented where there is none
+        if torch._C._dispatch_has_kernel_for_dispatch_key(self._op.name(), _COMPOSITE):
+            return self._op._op_dk(_COMPOSITE, *args, **kwargs)
+        return NotImplemented

@@ -109,10 +109,54 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> Any:
     return native.gather(x.reshape(-1), from_the_end(index, _product(x.shape)), 0)
 
 
+def _triangle(kind: str) -> Any:
+    def indices(rows: int, columns: int, offset: int = 0, **options: Any) -> Any:
+        if not static(rows, columns, offset):
+            return NotImplemented
+        below = kind == "tril"
+        pairs = [
+            (row, column)
+            for row in range(rows)
+            for column in range(columns)
+            if (column - row <= offset if below else column - row >= offset)
+        ]
+        flat = [row for row, _ in pairs] + [column for _, column in pairs]
+        dtype = options.get("dtype") or torch.int64
+        return native.constant(flat).reshape(2, len(pairs)).to(dtype)
+
+    return indices
+
+
+def _as_strided_scatter(
+    x: torch.Tensor,
+    source: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> Any:
+    """For contiguous ``x``, whose places in memory are known: fill_diagonal_ and the like."""
+    if not static(*x.shape, *size, *stride, storage_offset or 0) or not x.is_contiguous():
+        return NotImplemented
+    places = [storage_offset or 0]
+    for length, step in zip(size, stride, strict=True):
+        places = [place + step * i for place in places for i in range(length)]
+    count = x.numel()
+    if not places or max(places) >= count or len(set(places)) != len(places):
+        return NotImplemented
+    reads = list(range(count))
+    for i, place in enumerate(places):
+        reads[place] = count + i
+    both = torch.cat([x.reshape(-1), source.to(x.dtype).expand(list(size)).reshape(-1)])
+    return native.gather(both, native.constant(reads), 0).reshape(x.shape)
+
+
 DECOMPOSITIONS: dict[Any, Any] = {
     aten.index.Tensor: _index,
     aten._unsafe_index.Tensor: _index,
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,
     aten.take.default: _take,
+    aten.tril_indices.default: _triangle("tril"),
+    aten.triu_indices.default: _triangle("triu"),
+    aten.as_strided_scatter.default: _as_strided_scatter,
 }

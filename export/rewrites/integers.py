@@ -118,7 +118,13 @@ def _pair(x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
 
 
 def _floor_divide(x: Any, y: Any) -> Any:
-    return _native("floor_div", x, y)
+    found = _native("floor_div", x, y)
+    return aten.div.Tensor_mode(x, y, rounding_mode="floor") if found is NotImplemented else found
+
+
+def _floor_divide_scalar(x: torch.Tensor, y: Any) -> Any:
+    found = _native("floor_div", x, y)
+    return aten.div.Scalar_mode(x, y, rounding_mode="floor") if found is NotImplemented else found
 
 
 def _remainder(x: Any, y: Any) -> Any:
@@ -159,6 +165,59 @@ def _exp2(x: torch.Tensor) -> torch.Tensor:
     return aten.pow.Scalar(2.0, x if x.is_floating_point() else x.to(torch.float32))
 
 
+# --------------------------------------------------------------------------------------------- bits
+
+
+def _operands(x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(x, torch.Tensor):
+        x = torch.full((), x, dtype=torch.bool if isinstance(x, bool) else torch.int32)
+    if not isinstance(y, torch.Tensor):
+        y = torch.full((), y, dtype=torch.bool if isinstance(y, bool) else torch.int32)
+    return x, y
+
+
+def _and(x: Any, y: Any) -> Any:
+    dtype = torch.result_type(x, y)
+    if dtype is torch.bool:
+        return torch.logical_and(*_operands(x, y))
+    for value, other in ((x, y), (y, x)):
+        if isinstance(value, int) and value >= 0 and (value + 1) & value == 0:
+            return _native("floor_mod", other, value + 1).to(dtype) if value < 2**30 else other
+    x, y = (value.to(torch.int32) for value in _operands(x, y))
+    # LiteRT has XOR alone: a + b = (a ^ b) + 2 (a & b), on halves so that nothing overflows.
+    two = _number(2)
+    high_x, high_y = native.int32("floor_div", x, two), native.int32("floor_div", y, two)
+    low = native.int32("floor_mod", x, two) * native.int32("floor_mod", y, two)
+    return (high_x + high_y - aten.bitwise_xor.Tensor(high_x, high_y) + low).to(dtype)
+
+
+def _or(x: Any, y: Any) -> Any:
+    dtype = torch.result_type(x, y)
+    if dtype is torch.bool:
+        return torch.logical_or(*_operands(x, y))
+    x, y = (value.to(torch.int32) for value in _operands(x, y))
+    return (aten.bitwise_xor.Tensor(x, y) + _and(x, y)).to(dtype)
+
+
+def _xor(x: Any, y: Any) -> Any:
+    dtype = torch.result_type(x, y)
+    if dtype is torch.bool:
+        return torch.ne(*_operands(x, y))
+    given = _operands(x, y)
+    if all(value.dtype is torch.int32 for value in (x, y) if isinstance(value, torch.Tensor)) and (
+        isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
+    ):
+        return NotImplemented
+    x, y = torch.broadcast_tensors(*(value.to(torch.int32) for value in given))
+    return aten.bitwise_xor.Tensor(x, y).to(dtype)
+
+
+def _not(x: torch.Tensor) -> Any:
+    if x.dtype is torch.bool:
+        return torch.logical_not(x)
+    return 255 - x if x.dtype is torch.uint8 else -1 - x
+
+
 # ------------------------------------------------------------------------------------------- shifts
 
 
@@ -190,11 +249,11 @@ def _right(x: Any, places: Any) -> Any:
         x = torch.full_like(places, x)
     if isinstance(places, int):
         if 0 <= places < 31:
-            return _floor_divide(x, 1 << places).to(dtype)
+            return _native("floor_div", x, 1 << places).to(dtype)
         return torch.where(x < 0, -1, 0).to(dtype)
     small = (places >= 0) & (places < 31)
     kept = torch.where(small, places, 0).to(torch.int32)
-    divided = _floor_divide(x.to(torch.int32), _power_of_two(kept))
+    divided = _native("floor_div", x.to(torch.int32), _power_of_two(kept))
     return torch.where(small, divided, torch.where(x < 0, -1, 0)).to(dtype)
 
 
@@ -205,7 +264,7 @@ DECOMPOSITIONS: dict[Any, Any] = {
     aten.pow.Tensor_Tensor: _pow_tensors,
     aten.pow.Scalar: _pow_scalar_base,
     aten.floor_divide.default: _floor_divide,
-    aten.floor_divide.Scalar: _floor_divide,
+    aten.floor_divide.Scalar: _floor_divide_scalar,
     aten.div.Tensor_mode: _div_mode,
     aten.div.Scalar_mode: _div_mode,
     aten.remainder.Tensor: _remainder,
@@ -216,6 +275,16 @@ DECOMPOSITIONS: dict[Any, Any] = {
     aten.bmm.default: _matmul,
     aten.fmod.Tensor: _fmod,
     aten.fmod.Scalar: _fmod,
+    **{
+        getattr(packet, overload): function
+        for packet, function in (
+            (aten.bitwise_and, _and),
+            (aten.bitwise_or, _or),
+            (aten.bitwise_xor, _xor),
+        )
+        for overload in ("Tensor", "Scalar", "Scalar_Tensor")
+    },
+    aten.bitwise_not.default: _not,
     aten.bitwise_left_shift.Tensor: _left,
     aten.bitwise_left_shift.Tensor_Scalar: _left,
     aten.bitwise_left_shift.Scalar_Tensor: _left,

@@ -102,6 +102,16 @@ def _int32_shape(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x.new_empty(torch.broadcast_shapes(x.shape, y.shape))
 
 
+@torch.library.custom_op("tpu2edge::constant", mutates_args=())
+def _constant(unused: torch.Tensor, values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int32)
+
+
+@_constant.register_fake
+def _constant_shape(unused: torch.Tensor, values: Sequence[int]) -> torch.Tensor:
+    return unused.new_empty([len(values)], dtype=torch.int32)
+
+
 _OPS: Any = torch.ops.tpu2edge
 transpose = _OPS.transpose.default
 broadcast_to = _OPS.broadcast_to.default
@@ -141,9 +151,11 @@ def int32(name: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def constant(values: Sequence[Any], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """A constant of the graph that is being traced."""
-    return torch.tensor(list(values), dtype=dtype)
+def constant(values: Sequence[int]) -> torch.Tensor:
+    """An int32 vector. torch.tensor would make a constant of the program, outside of the graph."""
+    # Dispatch wants a tensor to go by.
+    result: torch.Tensor = _OPS.constant.default(torch.zeros(()), list(values))
+    return result
 
 
 def register() -> None:
@@ -186,6 +198,9 @@ def register() -> None:
     def lower_broadcast_to(lctx: Any, x: Any, shape: Any) -> Any:
         return call(lctx, "tfl.broadcast_to", [x, numbers(shape)])
 
+    def lower_constant(lctx: Any, unused: Any, values: Any) -> Any:
+        return numbers(values)
+
     def binary(name: str) -> Any:
         def lower(lctx: Any, x: Any, y: Any) -> Any:
             if name != "div":
@@ -198,6 +213,7 @@ def register() -> None:
     for name in ("div", "floor_div", "floor_mod"):
         registry.lower(getattr(_OPS, f"int32_{name}").default)(binary(name))
     for name, function in {
+        "constant": lower_constant,
         "gather": lower_gather,
         "scatter_nd": lower_scatter_nd,
         "top_k": lower_top_k,

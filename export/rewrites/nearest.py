@@ -24,8 +24,9 @@ def _sources(source: int, size: int, scale: float | None, exact: bool) -> list[i
     """The source index of each of ``size`` pixels, from PyTorch's kernel on a ramp."""
     op: Any = aten._upsample_nearest_exact1d if exact else aten.upsample_nearest1d
     with _disable_current_modes():
-        ramp = torch.arange(source, dtype=torch.float64).reshape(1, 1, source)
-        result = op.default(ramp, [size], scale)
+        ramp = torch.arange(source, dtype=torch.float32).reshape(1, 1, source)
+        # The kernel itself: while a program is decomposed, a call would lead back here.
+        result = op.default._op_dk(torch._C.DispatchKey.CPU, ramp, [size], scale)
         return [int(value) for value in result.flatten()]
 
 

@@ -48,7 +48,28 @@ def _max_pool_indices_shape(
     dilation: Sequence[int],
     ceil_mode: bool,
 ) -> torch.Tensor:
-    return torch.empty_like(_pool(x, kernel, stride, padding, dilation, ceil_mode)[1])
+    sizes = _sizes(x, kernel, stride, padding, dilation, ceil_mode)
+    return x.new_empty([*x.shape[: x.dim() - len(sizes)], *sizes], dtype=torch.int64)
+
+
+def _sizes(
+    x: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> list[int]:
+    sizes = []
+    axes = range(x.dim() - len(kernel), x.dim())
+    for axis, k, s, p, d in zip(axes, kernel, stride, padding, dilation, strict=True):
+        size = x.shape[axis]
+        room = size + 2 * p - d * (k - 1) - 1
+        count = -(-room // s) + 1 if ceil_mode else room // s + 1
+        if ceil_mode and (count - 1) * s >= size + p:  # no window may start in the padding behind
+            count -= 1
+        sizes.append(count)
+    return sizes
 
 
 def _pool(x: torch.Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: Any) -> Any:
@@ -187,12 +208,12 @@ def _pool_windows(
 def _indices(
     x: torch.Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
 ) -> torch.Tensor:
-    out = _max_pool_indices_shape(x, kernel, stride, padding, dilation, ceil_mode)
     rank = len(kernel)
+    sizes = _sizes(x, kernel, stride, padding, dilation, ceil_mode)
     windows = [
-        _pool_windows(x.shape[axis], out.shape[axis], *options)
-        for axis, *options in zip(
-            range(x.dim() - rank, x.dim()), kernel, stride, padding, dilation, strict=True
+        _pool_windows(x.shape[axis], count, *options)
+        for axis, count, *options in zip(
+            range(x.dim() - rank, x.dim()), sizes, kernel, stride, padding, dilation, strict=True
         )
     ]
     return _best(x, windows)[1]
@@ -229,12 +250,12 @@ def _dilated_pool(x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any =
     kernel = _each(kernel, rank)
     stride = _each(stride or kernel, rank)
     padding = _each(padding, rank)
-    out = _max_pool_indices_shape(x, kernel, stride, padding, dilation, ceil_mode)
+    sizes = _sizes(x, kernel, stride, padding, dilation, ceil_mode)
     best = x
-    for axis, *options in zip(
-        range(x.dim() - rank, x.dim()), kernel, stride, padding, dilation, strict=True
+    for axis, count, *options in zip(
+        range(x.dim() - rank, x.dim()), sizes, kernel, stride, padding, dilation, strict=True
     ):
-        windows = _pool_windows(x.shape[axis], out.shape[axis], *options)
+        windows = _pool_windows(x.shape[axis], count, *options)
         best = _maximum(best, axis, windows)
     return best, torch.zeros_like(best, dtype=torch.int64)
 
