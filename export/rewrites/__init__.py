@@ -26,6 +26,7 @@ from torch.export import ExportedProgram
 from tpu2edge.export.rewrites import (
     broadcast_transpose,
     counting,
+    data_dependent,
     fold_batch_norm,
     indexing,
     integers,
@@ -51,6 +52,19 @@ class Rewrite:
 
 
 REWRITES: tuple[Rewrite, ...] = (
+    Rewrite(
+        name="data-dependent-size",
+        why="a size that hangs on values has no place in a LiteRT graph; masks that are constants, "
+        "or are written back to, do not need one",
+        on_exported=data_dependent.apply,
+    ),
+    Rewrite(
+        name="bincount-minlength",
+        why="the length of a bincount hangs on the values; it is taken to be minlength, so larger "
+        "numbers do not count",
+        on_exported=data_dependent.bincounts,
+        decompositions=data_dependent.DECOMPOSITIONS,
+    ),
     Rewrite(
         name="fold-batch-norm",
         why="large constants are handed to the converter by reference and not folded there: a "
