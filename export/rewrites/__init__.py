@@ -80,6 +80,7 @@ REWRITES: tuple[Rewrite, ...] = (
     Rewrite(
         name="nearest-resize",
         why="RESIZE_NEAREST_NEIGHBOR takes other pixels than PyTorch where the ratio is not whole",
+        on_exported=nearest.apply,
         decompositions=nearest.DECOMPOSITIONS,
     ),
     Rewrite(
