@@ -13,8 +13,6 @@ import copy
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +24,7 @@ from unittest import mock
 import torch
 from torch.export import ExportedProgram
 
+from tpu2edge.children import ending, follow_child
 from tpu2edge.errors import (
     ConversionError,
     DeviceError,
@@ -90,41 +89,13 @@ def lower_isolated(
             torch.export.save(loweree.program, folder / f"{index:03d}.pt2")
             (folder / f"{index:03d}.json").write_text(json.dumps(loweree.signature.to_json()))
         command = [sys.executable, "-P", "-m", "tpu2edge.export.lower_child", name, str(path)]
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log if log is not None else subprocess.DEVNULL,
-        ) as child:
-            try:
-                stage, last = _follow(child, progress)
-            except BaseException:
-                child.kill()
-                raise
-        return _outcome(last, child.returncode, stage, path)
-
-
-def _follow(child: subprocess.Popen[bytes], progress: Progress) -> tuple[str, dict[str, Any]]:
-    stage, last = "start", dict[str, Any]()
-    assert child.stdout is not None
-    for line in child.stdout:
-        last = json.loads(line)
-        if last["event"] == "stage":
-            stage = last["stage"]
-            progress(stage, last["done"], last["total"])
-    return stage, last
-
-
-def _outcome(last: dict[str, Any], status: int, stage: str, path: Path) -> Lowered:
-    kind = last.pop("event", None)
+        last, status = follow_child(command, log=log, progress=progress)
+    kind, stage = last.pop("event", None), last.get("stage", "start")
     if kind == "error":
         raise error_from_json(last)
     if kind != "result":
-        how = f"exit status {status}"
-        if status < 0:
-            how = f"signal {signal.Signals(-status).name}"
         raise DeviceError(
-            f"the converter's process died by {how} at the step '{stage}'",
+            f"the converter's process died by {ending(status)} at the step '{stage}'",
             do="see the log; if the model is large, the machine may be out of memory",
             step=stage,
         )
