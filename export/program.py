@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,6 +94,16 @@ class TracedProgram:
         """The traced program in float64 on one sample; integers and booleans stay what they are."""
         with keep_global_state():
             return self._named(self._oracle.run(self._tensors(inputs)))
+
+    def oracles(self, samples: Iterable[Tensors]) -> Iterator[dict[str, Array]]:
+        """The same for each sample, in order; several are computed at once."""
+        found = self._oracle.run_many(self._tensors(inputs) for inputs in samples)
+        while True:
+            with keep_global_state():
+                tensors = next(found, None)
+            if tensors is None:
+                return
+            yield self._named(tensors)
 
     @property
     def oracle_exceptions(self) -> tuple[str, ...]:

@@ -607,11 +607,12 @@ class _Job:
             borrow_inputs="..",
             **common,
         )
+        oracles = program.oracles(sample.inputs for sample in data.samples)
         for index, sample in enumerate(data.samples):
             self.progress("reference: eager and float64", index, total)
             known = data.eager.get(sample.id)
             main.add(sample, program.eager(sample.inputs) if known is None else known)
-            side.add(sample, program.oracle(sample.inputs))
+            side.add(sample, next(oracles))
         if program.oracle_exceptions:
             names = ", ".join(program.oracle_exceptions)
             text = f"the float64 oracle computes {names} in the program's own precision"
