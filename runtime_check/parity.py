@@ -126,6 +126,7 @@ class CaseReport:
             "metrics": self.metrics.to_json() if self.metrics else None,
             "against_eager": self.against_eager.to_json() if self.against_eager else None,
             "error_split": split,
+            "in_words": _in_words(self),
         }
 
     @classmethod
@@ -188,7 +189,11 @@ class ParityReport:
     @property
     def words(self) -> tuple[str, ...]:
         """Whose error it is, one sentence for each model and output that has an error split."""
-        return tuple(text for case in self.cases if (text := _in_words(case)) is not None)
+        return tuple(
+            f"{case.recipe} on {case.device}, '{case.output}': {text}"
+            for case in self.cases
+            if (text := _in_words(case)) is not None
+        )
 
     @property
     def exit_code(self) -> int:
@@ -242,18 +247,29 @@ _STEP_WORDS = {
 
 
 def _in_words(case: CaseReport) -> str | None:
+    """Which step spends most of the error, how large the others are, and what that means."""
     split = case.split
-    if split is None or not math.isfinite(getattr(split, f"{split.largest}_db")):
+    if split is None:
         return None
-    what = f"{case.recipe} on {case.device}, '{case.output}'"
-    size = getattr(split, f"{split.largest}_db")
-    text = f"{what}: the largest step is {_STEP_WORDS[split.largest]} ({size:.1f} dB)"
+    steps = {
+        name: value for name in _STEP_WORDS if (value := getattr(split, f"{name}_db")) is not None
+    }
+    largest = split.largest
+    others = ", ".join(f"{name} {_shown(v)}" for name, v in steps.items() if name != largest)
+    text = f"the largest step of the error is {_STEP_WORDS[largest]}: {_shown(steps[largest])}"
+    text += f" ({others})" if others else ""
     if split.tpu_db is not None and split.edge_db is not None:
-        near = f"{split.edge_db:.1f} dB" if math.isfinite(split.edge_db) else "not at all"
-        text += f"; the TPU is {split.tpu_db:.1f} dB from float64, the file {near}"
+        text += (
+            f"; from float64 the TPU is {_shown(split.tpu_db)} away, the file "
+            f"{_shown(split.edge_db)}"
+        )
         if split.as_right_as_tpu:
             text += ": the file is as right as the TPU"
     return text
+
+
+def _shown(value: float) -> str:
+    return f"{value:.1f} dB" if math.isfinite(value) else f"{value} dB"
 
 
 def check_model(
