@@ -22,6 +22,7 @@ import importlib.util
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -50,8 +51,18 @@ _Lowered = tuple[str, tuple[Note, ...]]
 
 
 def available_routes() -> tuple[str, ...]:
-    """The routes whose packages are installed, best first; nothing is imported."""
-    return tuple(r for r in ROUTES if importlib.util.find_spec(_PACKAGES[r][0]) is not None)
+    """The routes whose packages are installed, best first; nothing is imported.
+
+    TorchTPU and torchax both take torch's one slot for a device of another vendor: a process that
+    has loaded one of them cannot take the other's route.
+    """
+    rivals = {"torchtpu": "torchax", "torchax": "torch_tpu"}
+    return tuple(
+        route
+        for route in ROUTES
+        if importlib.util.find_spec(_PACKAGES[route][0]) is not None
+        and rivals.get(route) not in sys.modules
+    )
 
 
 def stablehlo_from_program(
@@ -77,7 +88,8 @@ def stablehlo_from_program(
             raise OptionError(f"no route {route!r} to StableHLO", do=f"take one of {ROUTES}")
         if route not in available_routes():
             raise OptionError(
-                f"the route {route!r} needs the package {_PACKAGES[route][0]}, not installed",
+                f"the route {route!r} is not there: {_PACKAGES[route][0]} is not installed, or "
+                "shut out by torch_tpu or torchax, of which a process can hold one",
                 do=f"install it, or take one of {available_routes()}",
             )
     lower: Callable[[_Program], _Lowered] = {
@@ -505,7 +517,10 @@ def _lower_by_litert_torch(flat: _Program) -> _Lowered:
     finally:
         debuginfo.build_mlir_debuginfo = original
     with lowered.ctx:
-        return str(lowered.module.operation.get_asm(enable_debug_info=True)), ()
+        text = str(lowered.module.operation.get_asm(enable_debug_info=True))
+    # Functions are numbered, and named at random besides: without that, equal models give equal
+    # bytes.
+    return re.sub(r"(@\w+_\d+)_[0-9a-f]{8}\b", r"\1", text), ()
 
 
 def _lower_by_torchtpu(flat: _Program) -> _Lowered:
@@ -517,7 +532,9 @@ def _lower_by_torchtpu(flat: _Program) -> _Lowered:
             f"{_TORCH_TPU_KNOWN}x only",
             do="take the route 'torchax' or 'litert-torch'",
         )
-    with _torchtpu_without_device():  # libtpu starts with the first placeholder, not the import
+    # libtpu starts with the first placeholder, not with the import.
+    with _torchtpu_without_device(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="<TorchTpu/ApiStage")  # experimental functions
         return _torchtpu_text(flat), ()
 
 
