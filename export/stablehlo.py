@@ -198,7 +198,8 @@ class _Program:
     def _state(self, target: str) -> torch.Tensor:
         for state in (self.program.state_dict, self.program.constants):
             if target in state:
-                value: torch.Tensor = state[target]
+                value = state[target]
+                assert isinstance(value, torch.Tensor)
                 return value
         raise ConversionError(
             f"the program lists {target!r} but holds no value for it", place=Place(tensor=target)
@@ -427,7 +428,8 @@ def _lower_by_torchax(flat: _Program) -> _Lowered:
         # The caller's own JAX settings must not decide what the model's program is.
         with jax.enable_x64(False), jax.default_matmul_precision("default"):
             lowered = jax.jit(run, keep_unused=True).lower(*avals)
-            text: str = lowered.compiler_ir("stablehlo").operation.get_asm(enable_debug_info=True)
+            module: Any = lowered.compiler_ir("stablehlo")
+            text: str = module.operation.get_asm(enable_debug_info=True)
     finally:
         jax.config.update("jax_traceback_in_locations_limit", frames)
     notes = []

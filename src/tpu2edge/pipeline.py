@@ -1091,9 +1091,9 @@ def _replayed(
 
 
 def _choice(reference: Reference | Path | str) -> references.ReferenceChoice:
-    if hasattr(reference, "sample_ids"):
-        return references.ReferenceChoice(kind="given")
-    return references.ReferenceChoice.parse(reference)
+    if isinstance(reference, (str, Path)):
+        return references.ReferenceChoice.parse(reference)
+    return references.ReferenceChoice(kind="given")
 
 
 def _given(program: TracedProgram, samples: Sequence[Any]) -> _Data:
