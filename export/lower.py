@@ -55,11 +55,12 @@ class Lowered:
     """A written, not yet tested, float ``.tflite`` file.
 
     ``nodes`` maps the name of a node of the lowered graph to its place in the torch model; LiteRT
-    tensor names contain these names.
+    tensor names contain these names. ``origins`` maps it to the node of the exported graph.
     """
 
     path: Path
     nodes: Mapping[str, LayerSource] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
 
 
@@ -102,6 +103,7 @@ def lower_isolated(
     return Lowered(
         path=path,
         nodes={name: LayerSource(**source) for name, source in last["nodes"].items()},
+        origins=last["origins"],
         notes=tuple(Note(code=code, text=text) for code, text in last["notes"]),
     )
 
@@ -118,6 +120,7 @@ def lower_programs(
     progress("import litert-torch")
     toolkit = _Toolkit()
     nodes: dict[str, LayerSource] = {}
+    origins: dict[str, str] = {}
     notes: list[Note] = []
     context = toolkit.backend.export_utils.create_ir_context()
     constants = toolkit.inline_consts.InlineConstsContext(enable_resource_constants=True)
@@ -132,6 +135,7 @@ def lower_programs(
             for node in program.graph.nodes:
                 if node.op == "call_function":
                     nodes.setdefault(node.name, blame.source_of_node(node))
+                    origins.setdefault(node.name, toolkit.origin(node) or node.name)
             modules.append(toolkit.mlir(program, traced.signature, context, constants))
         progress("convert")
         try:
@@ -147,7 +151,7 @@ def lower_programs(
             raise
         except Exception as err:
             raise _converter_error(err, graphs) from err
-    return Lowered(path=path, nodes=nodes, notes=tuple(notes))
+    return Lowered(path=path, nodes=nodes, origins=origins, notes=tuple(notes))
 
 
 def _operation(module: Any) -> Any:
@@ -399,6 +403,11 @@ class _Toolkit:
                 module, self._passmanager.PassManager(), config
             )
         return module
+
+    def origin(self, node: torch.fx.Node) -> str | None:
+        """The name of the exported graph's node that ``node`` was decomposed from."""
+        name = self.debuginfo.build_nodename_debuginfo(node)
+        return str(name) if name else None
 
     def is_by_reference(self, attribute: Any) -> bool:
         return isinstance(attribute, self.ir.DenseResourceElementsAttr)
