@@ -93,7 +93,8 @@ def with_taps(
 
 
 def _output(graph: torch.fx.Graph) -> torch.fx.Node:
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
+    found: torch.fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return found
 
 
 def _before(node: torch.fx.Node) -> torch.fx.Node | None:

@@ -54,7 +54,7 @@ class Tap(NamedTuple):
     """A tensor inside the graph of one signature, and the name its values come under."""
 
     name: str
-    index: int
+    tensor: int
     signature: str
 
 
@@ -122,7 +122,7 @@ class Session:
                 "threads": threads,
                 "kernels": kernels,
                 "taps": [
-                    {"name": tap.name, "index": tap.index, "signature": tap.signature}
+                    {"name": tap.name, "index": tap.tensor, "signature": tap.signature}
                     for tap in taps
                 ],
             }
