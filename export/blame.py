@@ -75,7 +75,7 @@ def _innermost(stack_trace: str) -> tuple[str | None, int | None, str | None]:
             continue
         code = lines[index + 1].strip() if index + 1 < len(lines) else None
         frame = (_shown(match["file"]), int(match["line"]), code)
-        if match["file"].startswith(_OWN):
+        if _is_own(match["file"]):
             continue
         last = frame
         if not _is_library(match["file"]):
@@ -93,7 +93,7 @@ def place_of_exception(error: BaseException, module: nn.Module) -> Place:
         if isinstance(owner, nn.Module) and id(owner) in names:
             path = names[id(owner)]
         file = frame.f_code.co_filename
-        if not _is_library(file) and not file.startswith(_OWN) and not file.startswith("<"):
+        if not _is_library(file) and not _is_own(file) and not file.startswith("<"):
             user = (file, line)
     if user is None:
         found = _innermost(str(error))
@@ -116,6 +116,11 @@ def _frames(error: BaseException) -> list[tuple[Any, int]]:
             frames.append((trace.tb_frame, trace.tb_lineno))
             trace = trace.tb_next
     return frames
+
+
+def _is_own(file: str) -> bool:
+    # Frames hold the path as it was imported, which may lead through a link.
+    return os.path.realpath(file).startswith(_OWN)
 
 
 def _is_library(file: str) -> bool:

@@ -13,8 +13,6 @@ import copy
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +24,7 @@ from unittest import mock
 import torch
 from torch.export import ExportedProgram
 
+from tpu2edge.children import ending, follow_child
 from tpu2edge.errors import (
     ConversionError,
     DeviceError,
@@ -90,41 +89,13 @@ def lower_isolated(
             torch.export.save(loweree.program, folder / f"{index:03d}.pt2")
             (folder / f"{index:03d}.json").write_text(json.dumps(loweree.signature.to_json()))
         command = [sys.executable, "-P", "-m", "tpu2edge.export.lower_child", name, str(path)]
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log if log is not None else subprocess.DEVNULL,
-        ) as child:
-            try:
-                stage, last = _follow(child, progress)
-            except BaseException:
-                child.kill()
-                raise
-        return _outcome(last, child.returncode, stage, path)
-
-
-def _follow(child: subprocess.Popen[bytes], progress: Progress) -> tuple[str, dict[str, Any]]:
-    stage, last = "start", dict[str, Any]()
-    assert child.stdout is not None
-    for line in child.stdout:
-        last = json.loads(line)
-        if last["event"] == "stage":
-            stage = last["stage"]
-            progress(stage, last["done"], last["total"])
-    return stage, last
-
-
-def _outcome(last: dict[str, Any], status: int, stage: str, path: Path) -> Lowered:
-    kind = last.pop("event", None)
+        last, status = follow_child(command, log=log, progress=progress)
+    kind, stage = last.pop("event", None), last.get("stage", "start")
     if kind == "error":
         raise error_from_json(last)
     if kind != "result":
-        how = f"exit status {status}"
-        if status < 0:
-            how = f"signal {signal.Signals(-status).name}"
         raise DeviceError(
-            f"the converter's process died by {how} at the step '{stage}'",
+            f"the converter's process died by {ending(status)} at the step '{stage}'",
             do="see the log; if the model is large, the machine may be out of memory",
             step=stage,
         )
@@ -207,6 +178,12 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
             program, toolkit.lowering_decompositions(), can_skip=False
         )
         rewrites.on_decomposed(program, notes)
+        if any(is_dynamic(node) for node in program.graph.nodes):
+            # litert-torch's lowerings through JAX take fixed sizes only; the direct ones to TFL
+            # operators know dynamic ones, and are made from core operators.
+            program = fx_infra.safe_run_decompositions(
+                program, toolkit.direct_decompositions(), can_skip=False
+            )
     except Tpu2EdgeError:
         raise
     except Exception as err:
@@ -354,6 +331,11 @@ class _Toolkit:
         table[multinomial] = self._torch_tfl.decomps[multinomial]
         return rewrites.add_decompositions(table)
 
+    def direct_decompositions(self) -> Any:
+        table = self.fx_infra.decomp.pre_lower_decomp()
+        table.update(self._torch_tfl.decomps)
+        return table
+
     @contextlib.contextmanager
     def tamed(self) -> Iterator[None]:
         """litert-torch without its second decomposition, its clamping and its layer names."""
@@ -444,6 +426,13 @@ def _layer_name(node: torch.fx.Node) -> str | None:
 def _lowering_error(err: Exception, node: torch.fx.Node) -> LoweringError:
     place = blame.place_of_node(node)
     text = _first_line(err)
+    if any(is_dynamic(one) for one in (node, *node.all_input_nodes)):
+        return LoweringError(
+            f"the operator {node.target} cannot be lowered with a dynamic size: "
+            f"{type(err).__name__}: {text[:300]}",
+            do="export fixed sizes: leave --dynamic away",
+            place=place,
+        )
     if "Lowering not found" in text:
         return LoweringError(
             f"LiteRT has no form of the operator {node.target}",
@@ -455,6 +444,13 @@ def _lowering_error(err: Exception, node: torch.fx.Node) -> LoweringError:
         do="replace it in the model by an equal form, or leave this part out",
         place=place,
     )
+
+
+def is_dynamic(node: torch.fx.Node) -> bool:
+    """Whether the node's result has, or is, a size that is known only when the model runs."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _decomposition_error(err: Exception, program: ExportedProgram) -> LoweringError:

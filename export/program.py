@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,6 +94,16 @@ class TracedProgram:
         """The traced program in float64 on one sample; integers and booleans stay what they are."""
         with keep_global_state():
             return self._named(self._oracle.run(self._tensors(inputs)))
+
+    def oracles(self, samples: Iterable[Tensors]) -> Iterator[dict[str, Array]]:
+        """The same for each sample, in order; several are computed at once."""
+        found = self._oracle.run_many(self._tensors(inputs) for inputs in samples)
+        while True:
+            with keep_global_state():
+                tensors = next(found, None)
+            if tensors is None:
+                return
+            yield self._named(tensors)
 
     @property
     def oracle_exceptions(self) -> tuple[str, ...]:
@@ -509,11 +520,7 @@ def check_constants(program: ExportedProgram) -> None:
         if node.op != "call_function" or not _is_int64(node):
             continue
         for value in _literals(node):
-            if (
-                isinstance(value, int)
-                and not _INT32.min <= value <= _INT32.max
-                and abs(value) < 2**62
-            ):
+            if isinstance(value, int) and not _INT32.min <= value <= _INT32.max:
                 raise ExportError(
                     f"the number {value} beside an int64 tensor does not fit into int32",
                     do="keep values within 32 bits; LiteRT files are exported with 32-bit integers",
@@ -553,13 +560,25 @@ def numpy_from_tensor(tensor: torch.Tensor) -> Array:
 
 @contextlib.contextmanager
 def keep_global_state() -> Iterator[None]:
-    """Put random generators, grad mode and the default dtype back as they were."""
+    """Put random generators, grad mode and the default dtype back as they were.
+
+    A caller's autocast and default device are left outside: the export is in float32 on the CPU.
+    So are warnings turned into errors, which torch.export's own would set off.
+    """
     default = torch.get_default_dtype()
     numpy_state, python_state = np.random.get_state(), random.getstate()
     grad = torch.is_grad_enabled()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
-        with torch.random.fork_rng(devices=devices):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=devices))
+            if any(action == "error" for action, *_ in warnings.filters):
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("default")
+            if torch.is_autocast_enabled("cpu"):
+                stack.enter_context(torch.autocast("cpu", enabled=False))
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
             yield
     finally:
         torch.set_grad_enabled(grad)

@@ -47,7 +47,10 @@ def quantize_file(source: Path, target: Path, recipe: str, *, log: IO[bytes] | N
             do="try another recipe; the other recipes of this run are not affected",
             step="quantize",
         )
-    answer = json.loads(done.stdout.decode().strip().splitlines()[-1])
+    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    if not lines:
+        raise DeviceError(f"ai-edge-quantizer gave no answer at recipe '{recipe}'", step="quantize")
+    answer = json.loads(lines[-1])
     if not answer["ok"]:
         raise QuantizationError(
             f"recipe '{recipe}' cannot be applied: {answer['type']}: {answer['error']}",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from model import DigitsNet
@@ -44,17 +42,3 @@ def accuracy(model: nn.Module) -> float:
     with torch.no_grad():
         found = model(torch.from_numpy(images))["logits"].argmax(1).numpy()
     return float((found == labels).mean())
-
-
-def save(folder: Path) -> tuple[Path, Path]:
-    """Trained weights and the held-out images, as files that ``tpu2edge export`` takes."""
-    from safetensors.torch import save_model
-
-    folder.mkdir(parents=True, exist_ok=True)
-    model = train()
-    weights, samples = folder / "digits.safetensors", folder / "held_out.npz"
-    save_model(model, str(weights))
-    _, images, _, _ = data()
-    np.savez(samples, image=images[:, None][:64])  # (N, 1, 1, 8, 8): N samples of one image
-    print(f"trained: {accuracy(model):.2%} of the held-out digits are right")
-    return weights, samples

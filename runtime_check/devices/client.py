@@ -38,6 +38,9 @@ _CHUNK_SAMPLES = 1024
 # An answer's header names tensors; anything longer comes from something that is no worker.
 _HEADER_BYTES = 64 << 20
 
+# How long a worker that has closed its pipes may take to end.
+_DYING_S = 5.0
+
 # A request that has not been answered by then has hung: a corrupted file can do that.
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -252,7 +255,7 @@ class Session:
 
     def _died(self, step: str) -> DeviceError:
         try:
-            code = self._process.wait(timeout=5)
+            code = self._process.wait(timeout=_DYING_S)
         except subprocess.TimeoutExpired:  # it closed its pipes and lives on
             self._process.kill()
             code = self._process.wait()

@@ -80,13 +80,16 @@ class Reference:
             ) from err
         if not isinstance(manifest, dict) or manifest.get("kind") != "tpu2edge-reference":
             raise BundleError(f"'{folder}' is no reference", do="give a folder made by tpu2edge")
-        if manifest.get("format_version", 0) > FORMAT_VERSION:
+        version = manifest.get("format_version")
+        if isinstance(version, int) and version > FORMAT_VERSION:
             raise BundleError(
-                f"'{folder}' has reference format {manifest['format_version']}, this tpu2edge "
+                f"'{folder}' has reference format {version}, this tpu2edge "
                 f"reads up to {FORMAT_VERSION}",
                 do="upgrade tpu2edge",
             )
         try:
+            if not isinstance(version, int):
+                raise ValueError(f"format_version is {version!r}")
             return cls._from_manifest(folder, manifest, verify)
         except (KeyError, TypeError, ValueError) as err:
             raise BundleError(

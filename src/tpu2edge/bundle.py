@@ -95,13 +95,15 @@ def load_bundle(path: Path | str, *, verify: bool = True) -> Bundle:
         ) from err
     if not isinstance(manifest, dict) or manifest.get("kind") != "tpu2edge-bundle":
         raise BundleError(f"'{folder}' is no bundle", do="give a folder made by `tpu2edge export`")
-    if manifest.get("format_version", 0) > FORMAT_VERSION:
+    version = manifest.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
         raise BundleError(
-            f"'{folder}' has bundle format {manifest['format_version']}, this tpu2edge reads up to "
-            f"{FORMAT_VERSION}",
+            f"'{folder}' has bundle format {version}, this tpu2edge reads up to {FORMAT_VERSION}",
             do="upgrade tpu2edge",
         )
     try:
+        if not isinstance(version, int):
+            raise ValueError(f"format_version is {version!r}")
         return _bundle_from_manifest(folder, manifest, verify)
     except (KeyError, TypeError, ValueError, OSError) as err:
         raise BundleError(

@@ -13,14 +13,23 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from tpu2edge import bundle as bundles
+from tpu2edge import references
 from tpu2edge.bundle import Bundle, load_bundle
-from tpu2edge.errors import BundleError, DataError, OptionError, Place, Tpu2EdgeError
+from tpu2edge.errors import (
+    BundleError,
+    ConversionError,
+    DataError,
+    DeviceError,
+    OptionError,
+    Place,
+    Tpu2EdgeError,
+)
 from tpu2edge.files import canonical_json, sha256_of, write_atomically
 from tpu2edge.types import (
     Dim,
@@ -30,6 +39,7 @@ from tpu2edge.types import (
     Progress,
     Sample,
     Signature,
+    Tensors,
     TensorSpec,
     no_progress,
 )
@@ -39,8 +49,9 @@ if TYPE_CHECKING:
 
     from tpu2edge.export.program import TracedProgram
     from tpu2edge.runtime_check.budget import Budget
-    from tpu2edge.runtime_check.parity import ParityReport
-    from tpu2edge.runtime_check.reference import Reference
+    from tpu2edge.runtime_check.metrics import OutputMetrics
+    from tpu2edge.runtime_check.parity import CaseReport, ParityReport
+    from tpu2edge.runtime_check.reference import Reference, ReferenceWriter
 
 __all__ = [
     "CheckRequest",
@@ -82,6 +93,7 @@ class ExportRequest:
     threads: int | None = None
     seed: int = 0
     force: bool = False
+    reference: str | None = None  # a word or a path, see references.py; None: the usual one
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; paths as text."""
@@ -153,6 +165,7 @@ def export_model(
     output: Path | str,
     recipes: Sequence[str] = ("float32",),
     budget: Budget | str | Sequence[str] | None = None,
+    reference: Reference | Path | str = "eager",
     samples: Sequence[Sample | Mapping[str, Any]] | None = None,
     num_samples: int = 8,
     dynamic: Mapping[str, Mapping[int, Dim]] | None = None,
@@ -178,6 +191,9 @@ def export_model(
         output: the folder to make; it appears in one rename when all is done.
         recipes: names of recipes, "float32" or those of ai-edge-quantizer.
         budget: bounds for all recipes, as a Budget or as text ("sqnr>=30dB"); defaults by recipe.
+        reference: what the numbers are held to: "eager" (the module in float32), "f64",
+            "tpu-emulated[:v5e][@high]", "tpu-emulated-naive", "auto" (predicted for v5e if the extra
+            "tpu" is installed), or a captured Reference or its folder, which brings its own samples.
         samples: inputs to check with, by input name (arrays or tensors); else the example and seeded
             variations of it, and the report says that the data is synthetic.
         num_samples: how many synthetic samples.
@@ -213,6 +229,7 @@ def export_model(
         progress=_Stages(progress),
         on_note=on_note,
         log_path=log_path,
+        choice=_choice(reference),
         isolate=True,
     )
     bundles.refuse_existing(job.output, force=force)
@@ -232,6 +249,13 @@ def export_model(
         )
 
     def data(program: TracedProgram) -> _Data:
+        if job.choice.kind == "given":
+            if samples is not None:
+                raise OptionError(
+                    "samples and a captured reference were both given",
+                    do="leave samples away: a reference brings its own",
+                )
+            return _replayed(program, job.choice.path or reference, str(weights))
         if samples is None:
             return _synthetic(program, num_samples, seed)
         return _given(program, samples)
@@ -239,9 +263,10 @@ def export_model(
     from tpu2edge.export.prepare import weights_digest
 
     owner = module.module() if hasattr(module, "graph_signature") else module  # type: ignore[operator]
+    weights = weights_digest(owner)  # type: ignore[arg-type]
     provenance = {
         "source": {"origin": f"{type(owner).__module__}.{type(owner).__qualname__}"},
-        "weights_sha256": weights_digest(owner),  # type: ignore[arg-type]
+        "weights_sha256": weights,
         "options": {"signature_name": signature_name, "num_samples": num_samples},
     }
     return job.run(traced, data, provenance)
@@ -268,6 +293,7 @@ def export_source(
         progress=_Stages(progress),
         on_note=on_note,
         log_path=log_path,
+        choice=references.ReferenceChoice.parse(request.reference),
         isolate=False,
     )
     bundles.refuse_existing(request.output, force=request.force)
@@ -328,6 +354,13 @@ def export_source(
         )
 
     def data(program: TracedProgram) -> _Data:
+        if job.choice.kind == "given":
+            if request.inputs:
+                raise OptionError(
+                    "--inputs and a captured --reference were both given",
+                    do="leave --inputs away: a reference brings its own samples",
+                )
+            return _replayed(program, job.choice.path, provenance["weights_sha256"])
         if not request.inputs:
             return _synthetic(program, request.num_samples, request.seed)
         from tpu2edge.runtime_check.samples import load_samples
@@ -407,7 +440,7 @@ def check_target(
     A bundle brings its own reference and budgets; a ``.tflite`` needs ``reference``.
     """
     from tpu2edge.runtime_check.budget import Budget, default_budget
-    from tpu2edge.runtime_check.parity import check_model
+    from tpu2edge.runtime_check.parity import check_model, noise_floor
     from tpu2edge.runtime_check.reference import Reference
 
     devices = _devices(request.devices)
@@ -418,6 +451,8 @@ def check_target(
         stored = {entry["recipe"]: entry["budget"] for entry in bundle.manifest["models"]}
         reference = Reference.load(request.reference) if request.reference else bundle.reference()
         oracle = None if request.reference else bundle.reference("oracle")
+        has_eager = (bundle.path / "reference" / "eager").is_dir() and not request.reference
+        eager = bundle.reference("eager") if has_eager else None
         constant = frozenset(bundle.manifest.get("constant_outputs", ()))
         models: Sequence[EdgeModel] = bundle.models
         budgets = {
@@ -431,11 +466,12 @@ def check_target(
                 do="give --reference: a reference folder or a bundle",
             )
         reference = _reference_of(request.reference)
-        oracle, constant = None, frozenset()
+        oracle, eager, constant = None, None, frozenset()
         models = (_edge_model(request.target),)
         budgets = {
             "float32": _parse_budget(request.budgets, default_budget("float32")),
         }
+    floor = noise_floor(reference, oracle) if eager is not None and oracle is not None else {}
     with _log_stream(log_path) as log:
         for device in devices:
             for model in models:
@@ -445,6 +481,9 @@ def check_target(
                         reference,
                         budgets[model.recipe],
                         oracle=oracle,
+                        eager=eager,
+                        conversion=default_budget("float32"),
+                        floor=floor,
                         device=device,
                         threads=_threads(request.threads),
                         signature=request.signature,
@@ -485,6 +524,8 @@ class _Data:
     samples: Sequence[Sample]
     source: Mapping[str, Any]  # for the reference's manifest
     notes: Sequence[Note] = ()
+    eager: Mapping[str, Tensors] = field(default_factory=dict)  # outputs known by sample id
+    given: Reference | None = None  # a captured reference that brought these samples
 
 
 class _Stages:
@@ -526,6 +567,7 @@ class _Job:
     progress: _Stages
     on_note: NoteSink | None
     log_path: Path | None
+    choice: references.ReferenceChoice
     isolate: bool  # convert in a process of its own; the command line's job is one already
     notes: list[Note] = field(default_factory=list)
 
@@ -534,12 +576,15 @@ class _Job:
         for recipe in self.recipes:
             self._budget(recipe)
 
-    def _budget(self, recipe: str) -> Budget:
-        from tpu2edge.runtime_check.budget import default_budget
+    def _budget(self, recipe: str, truth: _Truth | None = None) -> Budget:
+        from tpu2edge.runtime_check.budget import budget_against_tpu, default_budget
 
         if self.budget is not None:
             return self.budget  # type: ignore[no-any-return]
-        return _parse_budget(self.budgets, default_budget(recipe))
+        base = default_budget(recipe)
+        if truth is not None and references.is_tpu(truth.reference):
+            base = budget_against_tpu(recipe, truth.floor)
+        return _parse_budget(self.budgets, base)
 
     def _say(self, notes: Sequence[Note]) -> None:
         for note in notes:
@@ -555,10 +600,13 @@ class _Job:
         provenance: Mapping[str, Any],
         notes: Sequence[Note] = (),
     ) -> Bundle:
+        from tpu2edge.export.program import keep_global_state
+
         started = time.time()
         self.check_budgets()
         self._say(notes)
         with (
+            keep_global_state(),  # importing litert_torch alone seeds torch and NumPy anew
             bundles.staged(self.output, force=self.force) as folder,
             _log_stream(self.log_path or folder / "log.txt") as log,
             _warnings_to(log),
@@ -568,9 +616,9 @@ class _Job:
             self._say(program.notes)
             samples: _Data = data(program)
             self._say(samples.notes)
-            reference, oracle = self._references(folder, program, samples, provenance)
+            truth = self._references(folder, program, samples, provenance, log)
             base, nodes = self._lower(folder, program, log)
-            report, models = self._family(folder, program, base, nodes, reference, oracle, log)
+            report, models = self._family(folder, program, base, nodes, truth, log)
             self._write(folder, program, report, models, nodes, provenance, started)
             if self.log_path is not None:
                 log.flush()
@@ -581,36 +629,136 @@ class _Job:
         return bundle
 
     def _references(
-        self, folder: Path, program: TracedProgram, data: _Data, provenance: Mapping[str, Any]
-    ) -> tuple[Reference, Reference]:
-        from tpu2edge.runtime_check.reference import ReferenceWriter
+        self,
+        folder: Path,
+        program: TracedProgram,
+        data: _Data,
+        provenance: Mapping[str, Any],
+        log: IO[bytes],
+    ) -> _Truth:
+        """All references of the bundle: the one asked for, the eager module, the oracle."""
+        from tpu2edge.runtime_check.parity import noise_floor
 
         if not data.samples:
             raise DataError("there is no sample to check with", do="give --inputs with samples")
+        main = self._main_outputs(program, data, log)
         where = folder / "reference"
-        weights = provenance.get("weights_sha256")
-        common: dict[str, Any] = {"data": data.source, "weights_sha256": weights}
-        total = len(data.samples)
-        main = ReferenceWriter(
-            where, program.signature, provider="eager", precision="f32", **common
-        )
-        side = ReferenceWriter(
-            where / "oracle",
-            program.signature,
-            provider="oracle-f64",
-            precision="f64",
-            borrow_inputs="..",
-            **common,
-        )
+        common: dict[str, Any] = {
+            "data": data.source,
+            "weights_sha256": provenance.get("weights_sha256"),
+        }
+        writers = {
+            "oracle": _writer(where / "oracle", program, "oracle-f64", "f64", common, borrow=True)
+        }
+        if main is None:
+            writers["eager"] = _writer(where, program, "eager", "f32", common)
+        else:
+            writers["main"] = _writer(
+                where, program, main.provider, main.precision, common, extra=main.extra
+            )
+            writers["eager"] = _writer(
+                where / "eager", program, "eager", "f32", common, borrow=True
+            )
+        oracles = program.oracles(sample.inputs for sample in data.samples)
         for index, sample in enumerate(data.samples):
-            self.progress("reference: eager and float64", index, total)
-            main.add(sample, program.eager(sample.inputs))
-            side.add(sample, program.oracle(sample.inputs))
+            self.progress("reference: eager and float64", index, len(data.samples))
+            known = data.eager.get(sample.id)
+            oracle = next(oracles)
+            if main is not None:
+                outputs = main.outputs[index] if main.provider != "oracle-f64" else oracle
+                writers["main"].add(sample, outputs)
+            eager = program.eager(sample.inputs) if known is None else known
+            writers["eager"].add(sample, eager)
+            writers["oracle"].add(sample, oracle)
         if program.oracle_exceptions:
             names = ", ".join(program.oracle_exceptions)
             text = f"the float64 oracle computes {names} in the program's own precision"
             self._say([Note(code="oracle-exception", text=text)])
-        return main.close(), side.close()
+        closed = {
+            name: writers[name].close() for name in ("main", "eager", "oracle") if name in writers
+        }
+        truth = _Truth(closed.get("main", closed["eager"]), closed["oracle"])
+        if main is not None:
+            truth.eager = closed["eager"]
+            truth.floor = noise_floor(truth.reference, truth.oracle)
+            if data.given is not None:
+                truth.proof = self._prove(program, data, truth, log)
+        return truth
+
+    def _main_outputs(
+        self, program: TracedProgram, data: _Data, log: IO[bytes]
+    ) -> references.Predicted | None:
+        """The outputs that the file is held to; None for the eager module's."""
+        choice = self.choice
+        if data.given is not None:
+            given = data.given
+            return references.Predicted(
+                outputs=_LazyOutputs(given),
+                provider=given.provider,
+                precision=given.precision,
+                extra=dict(given.extra),
+                notes=(),
+            )
+        if choice.kind == "eager":
+            return None
+        if choice.kind == "f64":
+            return references.Predicted(
+                outputs=(), provider="oracle-f64", precision="f64", extra={}, notes=()
+            )
+        try:
+            predicted = self._predict(program, data.samples, choice, log)
+        except (ConversionError, DeviceError, OptionError) as error:
+            if choice.kind != "auto":
+                raise
+            text = f"compared with the torch module in float32: no TPU prediction: {error.what}"
+            self._say([Note(code="no-prediction", text=text)])
+            return None
+        self._say(predicted.notes)
+        return predicted
+
+    def _predict(
+        self,
+        program: TracedProgram,
+        samples: Sequence[Sample],
+        choice: references.ReferenceChoice,
+        log: IO[bytes],
+    ) -> references.Predicted:
+        if self.isolate:
+            return references.predict_isolated(
+                program.program, program.signature, samples, choice, log=log, progress=self.progress
+            )
+        return references.predict_outputs(
+            program.program, program.signature, samples, choice, progress=self.progress
+        )
+
+    def _prove(
+        self, program: TracedProgram, data: _Data, truth: _Truth, log: IO[bytes]
+    ) -> list[CaseReport]:
+        """The first comparison: were the captured outputs made from these weights and inputs?"""
+        reference, eager = truth.reference, truth.eager
+        assert eager is not None
+        precision = references.precision_of_label(reference.precision)
+        if reference.provider.startswith("tpu-emulated"):
+            return []
+        if precision is None:
+            if reference.precision != "f32":
+                return []
+            near: Any = _LazyOutputs(eager)
+            return references.prove_reference(
+                reference, lambda: near, truth.floor, "the module on this CPU"
+            )
+        generation = references.generation_of(reference)
+        choice = references.ReferenceChoice(
+            kind="tpu-emulated", generation=generation, precision=precision
+        )
+        try:
+            predicted = self._predict(program, data.samples, choice, log)
+        except (ConversionError, DeviceError, OptionError) as error:
+            text = f"whether the reference belongs to these weights is not proved: {error.what}"
+            self._say([Note(code="not-proved", text=f"{text} ({error.do})")])
+            return []
+        label = f"this CPU with TPU {generation} numerics"
+        return references.prove_reference(reference, lambda: predicted.outputs, truth.floor, label)
 
     def _lower(
         self, folder: Path, program: TracedProgram, log: IO[bytes]
@@ -632,11 +780,11 @@ class _Job:
         program: TracedProgram,
         base: Path,
         nodes: Mapping[str, Any],
-        reference: Reference,
-        oracle: Reference,
+        truth: _Truth,
         log: IO[bytes],
     ) -> tuple[ParityReport, list[tuple[EdgeModel, Budget]]]:
         from tpu2edge.quantize.apply import quantize_file
+        from tpu2edge.runtime_check.budget import default_budget
         from tpu2edge.runtime_check.parity import check_model
         from tpu2edge.runtime_check.reference import Reference
 
@@ -654,13 +802,16 @@ class _Job:
                 quantize_file(base, file, recipe, log=log)
                 _refuse_unchanged(base, file, recipe)
             model = _tested_model(file, program.signature, recipe)
-            budget = self._budget(recipe)
+            budget = self._budget(recipe, truth)
             for device in self.devices:
                 report = check_model(
                     model,
-                    reference,
+                    truth.reference,
                     budget,
-                    oracle=oracle,
+                    oracle=truth.oracle,
+                    eager=truth.eager,
+                    conversion=default_budget("float32"),
+                    floor=truth.floor,
                     float_outputs=float_outputs,
                     device=device,
                     threads=self.threads,
@@ -681,7 +832,8 @@ class _Job:
             shutil.rmtree(keep, ignore_errors=True)
         if "float32" not in self.recipes:
             base.unlink()
-        return _merged(reports), models
+        merged = _merged(reports)
+        return replace(merged, cases=(*truth.proof, *merged.cases)), models
 
     def _write(
         self,
@@ -733,6 +885,53 @@ class _Job:
                 },
             },
         )
+
+
+@dataclass(slots=True)
+class _Truth:
+    """What the files are compared with; ``eager`` is None when it is the reference itself."""
+
+    reference: Reference
+    oracle: Reference
+    eager: Reference | None = None
+    floor: dict[str, OutputMetrics] = field(default_factory=dict)
+    proof: list[CaseReport] = field(default_factory=list)
+
+
+class _LazyOutputs(Sequence[Any]):
+    """A reference's outputs as a sequence, read one by one."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+
+    def __len__(self) -> int:
+        return len(self._reference)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._reference.outputs(index)
+
+
+def _writer(
+    path: Path,
+    program: TracedProgram,
+    provider: str,
+    precision: str,
+    common: Mapping[str, Any],
+    *,
+    borrow: bool = False,
+    extra: Mapping[str, Any] | None = None,
+) -> ReferenceWriter:
+    from tpu2edge.runtime_check.reference import ReferenceWriter
+
+    return ReferenceWriter(
+        path,
+        program.signature,
+        provider=provider,
+        precision=precision,
+        borrow_inputs=".." if borrow else None,
+        extra=extra,
+        **common,
+    )
 
 
 def _tested_model(file: Path, signature: Signature, recipe: str) -> EdgeModel:
@@ -831,12 +1030,17 @@ def _synthetic(program: TracedProgram, count: int, seed: int) -> _Data:
     made = synthetic_samples(program.example, program.signature.inputs, count=count, seed=seed)
     usable: list[Sample] = []
     notes: list[Note] = []
+    eager: dict[str, Tensors] = {}
     for sample in made:
-        if sample.id == "example" or _runs(program, sample):
-            usable.append(sample)
-        else:
+        try:
+            eager[sample.id] = program.eager(sample.inputs)
+        except Tpu2EdgeError:
+            if sample.id == "example":
+                raise
             text = f"synthetic sample '{sample.id}' is one that the module cannot take: left out"
             notes.append(Note(code="sample-left-out", text=text))
+        else:
+            usable.append(sample)
     usable.extend(_dynamic_ends(program, seed))
     notes.append(
         Note(
@@ -845,15 +1049,8 @@ def _synthetic(program: TracedProgram, count: int, seed: int) -> _Data:
             "it (synthetic data)",
         )
     )
-    return _Data(usable, {"kind": "synthetic", "seed": seed, "count": len(usable)}, notes)
-
-
-def _runs(program: TracedProgram, sample: Sample) -> bool:
-    try:
-        program.eager(sample.inputs)
-    except Tpu2EdgeError:
-        return False
-    return True
+    source = {"kind": "synthetic", "seed": seed, "count": len(usable)}
+    return _Data(usable, source, notes, eager)
 
 
 def _dynamic_ends(program: TracedProgram, seed: int) -> list[Sample]:
@@ -879,6 +1076,24 @@ def _dynamic_ends(program: TracedProgram, seed: int) -> list[Sample]:
         )
         samples.append(Sample(id=f"{label}-size", inputs=made[-1].inputs))
     return samples
+
+
+def _replayed(
+    program: TracedProgram, source: Reference | Path | str | None, weights_sha256: str
+) -> _Data:
+    """The samples of a captured reference, which has to fit the program and its weights."""
+    from tpu2edge.runtime_check.reference import Reference
+
+    assert source is not None
+    reference = source if isinstance(source, Reference) else _reference_of(Path(source))
+    samples, notes = references.replay(reference, program.signature, weights_sha256)
+    return _Data(samples, reference.data, notes, given=reference)
+
+
+def _choice(reference: Reference | Path | str) -> references.ReferenceChoice:
+    if hasattr(reference, "sample_ids"):
+        return references.ReferenceChoice(kind="given")
+    return references.ReferenceChoice.parse(reference)
 
 
 def _given(program: TracedProgram, samples: Sequence[Any]) -> _Data:
