@@ -82,6 +82,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The tensor attributes self.cell._flat_weights")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_two_ways_to_predict_agree(name: str, libtpu: str, sqnr_db: Sqnr) -> None:
     torch.manual_seed(0)
@@ -107,7 +108,8 @@ def test_a_fault_within_the_tpus_noise_shows_against_the_prediction(
     fault: str, sqnr_db: Sqnr
 ) -> None:
     # A budget for TPU against float32 has to leave room for the TPU's rounding, and a small fault
-    # hides in it. Against the prediction there is no such room to leave.
+    # hides in it. Here the prediction stands for the TPU too, so with the same weights it agrees
+    # exactly; how near a real TPU comes to it decides how small a fault shows.
     torch.manual_seed(0)
     right = Encoder(12).eval()
     args = (torch.randn(2, 12, 48), padding(2))
@@ -132,7 +134,7 @@ def test_a_fault_within_the_tpus_noise_shows_against_the_prediction(
     )
     floor = sqnr_db(eager, prediction)
     against_eager, against_prediction = sqnr_db(eager, tpu), sqnr_db(prediction, tpu)
-    print(f"{fault}: floor {floor:.1f}, {against_eager:.1f}, {against_prediction:.1f} dB")
-    assert against_prediction < 80  # the same weights are bit-equal here, infinitely many dB
+    assert 40 < floor < 60
+    assert against_prediction < 60
     if fault != "exchanged":
-        assert against_eager > 30  # a usual budget: passes
+        assert against_eager > 40  # passes any usual budget
