@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import json
 import os
 import re
@@ -126,16 +127,22 @@ def lower_programs(
     constants = toolkit.inline_consts.InlineConstsContext(enable_resource_constants=True)
     modules: list[Any] = []
     graphs: list[torch.fx.Graph] = []
+    shared: dict[tuple[Any, ...], torch.Tensor] = {}
     with toolkit.tamed():
-        for traced in programs:
+        for index, traced in enumerate(programs):
             progress("decompose")
             program = _decomposed(traced.program, toolkit, notes)
             progress("lower")
             graphs.append(program.graph)
             for node in program.graph.nodes:
                 if node.op == "call_function":
-                    nodes.setdefault(node.name, blame.source_of_node(node))
-                    origins.setdefault(node.name, toolkit.origin(node) or node.name)
+                    if index:  # two programs have nodes of one name
+                        node.meta[_LABEL] = f"s{index}_{node.name}"
+                    nodes.setdefault(_label(node), blame.source_of_node(node))
+                    origins.setdefault(_label(node), toolkit.origin(node) or node.name)
+            own_memory(program)
+            if len(programs) > 1:
+                share_constants(program, shared)
             modules.append(toolkit.mlir(program, traced.signature, context, constants))
         progress("convert")
         try:
@@ -152,6 +159,29 @@ def lower_programs(
         except Exception as err:
             raise _converter_error(err, graphs) from err
     return Lowered(path=path, nodes=nodes, origins=origins, notes=tuple(notes))
+
+
+def own_memory(program: ExportedProgram) -> None:
+    """Every constant owns contiguous memory: see prepare.py on litert-torch#1238."""
+    for store in (program.state_dict, program.constants):
+        for name, value in list(store.items()):
+            if isinstance(value, torch.Tensor) and not value.is_contiguous():
+                store[name] = value.detach().contiguous()
+
+
+def share_constants(program: ExportedProgram, shared: dict[tuple[Any, ...], torch.Tensor]) -> None:
+    """Put in place of each constant the equal one of ``shared``, which learns the new ones.
+
+    By their bytes, since copies are made on the way (a program that went through a file, a buffer,
+    a fold of a batch norm); the converter stores one tensor once.
+    """
+    for store in (program.state_dict, program.constants):
+        for name, value in list(store.items()):
+            if not isinstance(value, torch.Tensor) or not value.numel():
+                continue
+            memory = value.detach().reshape(-1).view(torch.uint8).numpy()
+            key = (value.dtype, tuple(value.shape), hashlib.sha256(memory.data).digest())
+            store[name] = shared.setdefault(key, value)
 
 
 def _operation(module: Any) -> Any:
@@ -370,11 +400,6 @@ class _Toolkit:
         self, program: ExportedProgram, signature: Signature, context: Any, constants: Any
     ) -> Any:
         """The program as an MLIR module that carries the signature's names."""
-        # Every constant owns contiguous memory: see prepare.py on litert-torch#1238.
-        for store in (program.state_dict, program.constants):
-            for name, value in list(store.items()):
-                if isinstance(value, torch.Tensor) and not value.is_contiguous():
-                    store[name] = value.detach().contiguous()
         threshold = mock.patch.dict(
             os.environ, {"RESOURCE_CONSTANT_NUMEL_THRESHOLD": str(_BY_REFERENCE_BYTES)}
         )
@@ -426,7 +451,16 @@ def _layer_name(node: torch.fx.Node) -> str | None:
     """The name of the LiteRT tensor: torch module path and node, "encoder.0.linear/addmm_3"."""
     if not node.meta.get("nn_module_stack"):
         return None
-    return f"{blame.module_path(node) or 'forward'}/{node.name};"
+    return f"{blame.module_path(node) or 'forward'}/{_label(node)};"
+
+
+_LABEL = "tpu2edge_label"
+
+
+def _label(node: torch.fx.Node) -> str:
+    """The node's name in the file."""
+    label: str = node.meta.get(_LABEL, node.name)
+    return label
 
 
 # ---------------------------------------------------------------------------------------- errors
@@ -514,7 +548,7 @@ def _converter_error(err: Exception, graphs: Sequence[torch.fx.Graph]) -> Conver
 def _place_by_name(graphs: Sequence[torch.fx.Graph], name: str) -> Place | None:
     for graph in graphs:
         for node in graph.nodes:
-            if node.name == name:
+            if _label(node) == name:
                 return blame.place_of_node(node)
     return None
 

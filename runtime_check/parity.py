@@ -200,12 +200,21 @@ class ParityReport:
         """0 all PASS, 1 a FAIL, 4 an ERROR."""
         return {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.ERROR: 4}[self.verdict]
 
-    def case(self, output: str, *, recipe: str = "float32", device: str = "host") -> CaseReport:
-        """The case of one output; KeyError if there is none."""
+    def case(
+        self,
+        output: str,
+        *,
+        recipe: str = "float32",
+        device: str = "host",
+        signature: str | None = None,
+    ) -> CaseReport:
+        """The case of one output, of the first signature that has it; KeyError if there is none."""
         for case in self.cases:
-            if (case.output, case.recipe, case.device) == (output, recipe, device):
+            if (case.output, case.recipe, case.device) == (output, recipe, device) and (
+                signature in (None, case.signature)
+            ):
                 return case
-        raise KeyError((output, recipe, device))
+        raise KeyError((output, recipe, device, signature))
 
     def to_json(self, *, times: bool = True) -> dict[str, Any]:
         """Plain data; without ``times`` the same check gives the same data."""
@@ -234,7 +243,7 @@ class ParityReport:
         )
 
     def merged(self, other: ParityReport) -> ParityReport:
-        """Both reports as one; they must be against the same reference."""
+        """Both reports as one; the line on the reference is this one's."""
         return replace(self, cases=self.cases + other.cases, times={**self.times, **other.times})
 
 
@@ -287,6 +296,7 @@ def check_model(
     threads: int | None = None,
     signature: str | None = None,
     constant_outputs: frozenset[str] = frozenset(),
+    other_outputs: frozenset[str] = frozenset(),
     keep: Path | None = None,
     log: IO[bytes] | None = None,
     progress: Progress = no_progress,
@@ -309,6 +319,7 @@ def check_model(
         threads: LiteRT threads.
         signature: the signature to check; the reference's own name by default.
         constant_outputs: outputs known not to depend on any input.
+        other_outputs: outputs of the file's other signatures, which the budget may name, too.
         keep: folder to keep the file's outputs in, as a reference of provider "litert".
         log: where the worker's stderr goes.
         progress: told about each sample.
@@ -322,8 +333,9 @@ def check_model(
     """
     expected = reference.signature
     names = [spec.name for spec in expected.outputs]
-    if unknown := budget.unknown_outputs(names):
-        raise OptionError(f"--budget names no output {unknown}", do=f"outputs: {names}")
+    known = [*names, *sorted(other_outputs - set(names))]
+    if unknown := budget.unknown_outputs(known):
+        raise OptionError(f"--budget names no output {unknown}", do=f"outputs: {known}")
     constant = constant_outputs | budget.may_be_constant
     cases = _Cases(model, device, expected, budget, conversion if eager is not None else None)
     if not len(reference):
@@ -354,7 +366,8 @@ def check_model(
                 _Side(oracle, eager, floor or {}, float_outputs, keep, model.recipe),
                 lambda done: progress(stage, done, len(reference)),
             )
-            times[f"{model.path.name}@{device}"] = {
+            which = f"#{actual.name}" if len(session.signatures) > 1 else ""
+            times[f"{model.path.name}@{device}{which}"] = {
                 **session.times,
                 "peak_rss_kb": session.peak_rss_kb,
             }
