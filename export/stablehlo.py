@@ -199,7 +199,7 @@ class _Program:
         for state in (self.program.state_dict, self.program.constants):
             if target in state:
                 value = state[target]
-                assert isinstance(value, torch.Tensor)
+                assert isinstance(value, self._tensor_type)
                 return value
         raise ConversionError(
             f"the program lists {target!r} but holds no value for it", place=Place(tensor=target)
