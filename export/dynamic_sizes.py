@@ -3,8 +3,8 @@
 litert-torch lowers most operators through JAX, which takes fixed sizes; given an unknown one it
 fails, or folds a wrong number into the graph (a mean over such an axis). Here each operator becomes
 operators of LiteRT's own dialect directly, and a size is a scalar int32 tensor that is computed by
-SHAPE when the model runs. Every operator that meets an unknown size has to be in one of the two
-tables below; any other is refused, never tried.
+SHAPE when the model runs. Every operator that meets an unknown size has to be in the table
+below; any other is refused, never tried.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx.node import map_aggregate
 
-__all__ = ["KEPT_WHOLE", "Lowerings", "lowering_of"]
+__all__ = ["KEPT_WHOLE", "TAKEN_APART", "Lowerings", "fold_constants", "lowering_of"]
 
 aten = torch.ops.aten
 
 #: Operators that have a lowering of their own here, so they are not taken apart before.
 KEPT_WHOLE = (
     aten.native_layer_norm.default,
+    aten.native_group_norm.default,
     aten.gelu.default,
     aten._softmax.default,
     aten._log_softmax.default,
@@ -42,8 +46,8 @@ KEPT_WHOLE = (
     aten.cumsum.default,
 )
 
-#: litert-torch's own lowerings that are right for unknown sizes, too.
-_USUAL = (aten.convolution.default,)
+#: Operators that litert-torch keeps whole for a lowering through JAX, and torch can take apart.
+TAKEN_APART = (aten.einsum.default,)
 
 Value = Any  # litert_converter.mlir.ir.Value
 Size = Any  # int, or a scalar int32 Value
@@ -60,17 +64,52 @@ def _lower(*ops: Any) -> Callable[[_Function], _Function]:
     return register
 
 
-def lowering_of(target: Any) -> _Function | None:
-    """The function ``(lowerings, node, *args, **kwargs)`` for an operator; None: the usual one.
+def lowering_of(target: Any) -> _Function:
+    """The function ``(lowerings, node, *args, **kwargs)`` for an operator.
 
     Raises:
         NotImplementedError: no lowering of it is known to be right.
     """
-    if target in _USUAL:
-        return None
     if target in _TABLE:
         return _TABLE[target]
     raise NotImplementedError("it has no form in LiteRT for sizes that change")
+
+
+def fold_constants(program: ExportedProgram, constant: Any) -> None:
+    """Compute what depends on weights alone and does not grow; ``constant`` lowers a tensor.
+
+    LiteRT's convolutions take their filters as constants, and the converter folds only what comes
+    from operators of its own. The graph cannot be run by torch afterwards.
+    """
+    known: dict[Any, torch.Tensor] = {}
+    for spec, node in zip(program.graph_signature.input_specs, program.graph.nodes, strict=False):
+        if spec.kind is InputKind.USER_INPUT or spec.target is None:
+            continue
+        stored = program.state_dict.get(spec.target, program.constants.get(spec.target))
+        if isinstance(stored, torch.Tensor):
+            known[node] = stored
+    folded: list[Any] = []
+    for node in program.graph.nodes:
+        sources = node.all_input_nodes
+        if node.op != "call_function" or not sources or any(n not in known for n in sources):
+            continue
+        with torch.no_grad():
+            value = node.target(*map_aggregate(node.args, _known_or(known)), **node.kwargs)
+        limit = sum(known[n].numel() for n in sources)
+        if isinstance(value, torch.Tensor) and value.numel() <= limit:
+            known[node] = value.detach().contiguous()
+            folded.append(node)
+    for node in folded:
+        if any(user not in known for user in node.users):
+            node.target, node.args, node.kwargs = constant, (known[node],), {}
+    for node in reversed(folded):
+        if not node.users:
+            program.graph.erase_node(node)
+
+
+def _known_or(known: dict[Any, torch.Tensor]) -> Callable[[Any], Any]:
+    """Puts the tensors of known nodes in their places."""
+    return lambda item: known.get(item, item) if isinstance(item, fx.Node) else item
 
 
 class Lowerings:
@@ -261,7 +300,7 @@ def _fakes(node: Any) -> list[Any]:
 def _dtype_of(items: Sequence[Any]) -> torch.dtype:
     """The type that torch computes a binary operator of these in."""
     plain = [
-        int(1) if isinstance(i, torch.SymInt) else 1.0 if isinstance(i, torch.SymFloat) else i
+        1 if isinstance(i, torch.SymInt) else 1.0 if isinstance(i, torch.SymFloat) else i
         for i in items
     ]
     if any(isinstance(i, torch.Tensor) for i in plain):
@@ -651,13 +690,29 @@ def _dropped(b: Lowerings, value: Value, axes: Sequence[int], fake: torch.Tensor
     """``value`` without axes of size 1, unless the result has them."""
     if len(fake.shape) == len(value.type.shape):
         return value
-    return _squeezed(b, value, axes, b.type_of(fake))
+    return _squeezed(b, value, axes, fake.shape)
 
 
-def _squeezed(b: Lowerings, value: Value, axes: Sequence[int], result: Any) -> Value:
-    i64 = b.ir.IntegerType.get_signless(64)
-    dims = b.ir.ArrayAttr.get([b.ir.IntegerAttr.get(i64, axis) for axis in axes])
-    return b.op("squeeze", [value], result, squeeze_dims=dims)
+def _squeezed(b: Lowerings, value: Value, axes: Sequence[int], fake_sizes: Sequence[Any]) -> Value:
+    """``value`` without axes, whose size is 1.
+
+    The converter (litert-converter 0.5) refuses a SQUEEZE on the way here, and dies of a RESHAPE
+    to several sizes that are taken from the reshaped tensor itself.
+    """
+    rank = len(value.type.shape)
+    if sum(type(size) is not int for size in fake_sizes) <= 1:
+        left = [-1 if type(size) is not int else int(size) for size in fake_sizes]
+        return b.reshape(value, left, list(fake_sizes))
+    return b._slice(
+        value,
+        b.constant([0] * rank),
+        b.constant([1] * rank),
+        b.constant([1] * rank),
+        b.type(list(fake_sizes), value.type.element_type),
+        begin_mask=sum(1 << axis for axis in range(rank) if axis not in axes),
+        end_mask=sum(1 << axis for axis in range(rank) if axis not in axes),
+        shrink=sum(1 << axis for axis in axes),
+    )
 
 
 @_lower(aten.native_layer_norm.default)
@@ -676,6 +731,42 @@ def _layer_norm(
     if bias is not None:
         value = b.binary("add", value, bias, x.type)
     return value, mean, scale
+
+
+@_lower(aten.native_group_norm.default)
+def _group_norm(
+    b: Lowerings,
+    node: Any,
+    x: Value,
+    weight: Any,
+    bias: Any,
+    _batch: Size,
+    channels: int,
+    _area: Size,
+    groups: int,
+    eps: float,
+) -> Any:
+    rank = len(x.type.shape)
+    sizes = [b.size(x, axis) for axis in range(rank)]
+    element = x.type.element_type
+    # -1 for the batch or for the rest, whichever is not known; the other one is an int or a size.
+    rest: Size = channels // groups
+    for size in sizes[2:]:
+        rest = b.times(rest, size)
+    known = rest if isinstance(rest, int) else None
+    split = b.reshape(x, [sizes[0], groups, rest], [b.sizes(x)[0], groups, known])
+    mean, variance = _moments(b, split, [2], 0)
+    small = mean.type
+    scale = b.op("rsqrt", [b.binary("add", variance, b.number(float(eps), element), small)], small)
+    value = b.binary("sub", split, mean, split.type)
+    value = b.binary("mul", value, scale, split.type)
+    value = b.reshape(value, sizes, b.sizes(x))
+    wide = [channels, *[1] * (rank - 2)]
+    if weight is not None:
+        value = b.binary("mul", value, b.reshape(weight, wide, wide), x.type)
+    if bias is not None:
+        value = b.binary("add", value, b.reshape(bias, wide, wide), x.type)
+    return value, None, None
 
 
 @_lower(aten._native_batch_norm_legit_no_training.default)
@@ -836,7 +927,7 @@ def _unsqueeze(b: Lowerings, node: Any, x: Value, dim: int) -> Value:
 def _squeeze(b: Lowerings, node: Any, x: Value, dims: Any = None) -> Value:
     # Only sizes that are known to be 1: torch keeps one that merely may be.
     axes = [axis for axis in _axes(x, dims) if b.sizes(x)[axis] == 1]
-    return _squeezed(b, x, axes, _result(b, node)) if axes else x
+    return _squeezed(b, x, axes, _val(node).shape) if axes else x
 
 
 @_lower(aten.expand.default)
@@ -970,7 +1061,7 @@ def _unbind(b: Lowerings, node: Any, x: Value, dim: int = 0) -> Any:
     for index, fake in enumerate(_val(node)):
         sizes = [1 if i == axis else size for i, size in enumerate(b.sizes(x))]
         row = _window(b, x, axis, index, 1, b.type(sizes, x.type.element_type))
-        made.append(_squeezed(b, row, [axis], b.type_of(fake)))
+        made.append(_squeezed(b, row, [axis], fake.shape))
     return tuple(made)
 
 
@@ -1120,6 +1211,97 @@ def _padded(b: Lowerings, x: Value, pads: Sequence[int], value: float) -> Value:
 def _pair(value: Any) -> tuple[int, int]:
     items = [value] if isinstance(value, int) else list(value)
     return (items[0], items[-1])
+
+
+@_lower(aten.convolution.default)
+def _convolution(
+    b: Lowerings,
+    node: Any,
+    x: Value,
+    weight: Value,
+    bias: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Value:
+    if len(x.type.shape) != 4:
+        raise NotImplementedError("it has a form for images (two axes) and lines only")
+    fake = _val(node)
+    last = b.transpose(x, _LAST)
+    if transposed:
+        if groups != 1 or _pair(dilation) != (1, 1):
+            raise NotImplementedError("a transposed one has a form without groups and dilation")
+        made = _transposed_convolution(
+            b, last, weight, _pair(stride), _pair(padding), _pair(output_padding), fake
+        )
+        if bias is not None:
+            made = b.binary("add", made, bias, made.type)
+        return b.transpose(made, _FIRST)
+    channels = b.sizes(x)[1]
+    outputs = int(fake.shape[1])
+    result = b.type([fake.shape[i] for i in _LAST], x.type.element_type)
+    if bias is None:
+        bias = b.constant([0.0] * outputs, np.float32)
+    options: dict[str, Any] = {
+        "padding": "VALID",
+        "stride_h": _pair(stride)[0],
+        "stride_w": _pair(stride)[1],
+        "dilation_h_factor": _pair(dilation)[0],
+        "dilation_w_factor": _pair(dilation)[1],
+        "fused_activation_function": "NONE",
+    }
+    last = _padded(b, last, _pair(padding), 0.0)
+    if groups > 1 and groups == channels:
+        options["depth_multiplier"] = outputs // groups
+        filters = b.transpose(weight, (1, 2, 3, 0))
+        made = b.op("depthwise_conv_2d", [last, filters, bias], result, **options)
+    else:
+        made = b.op("conv_2d", [last, b.transpose(weight, _LAST), bias], result, **options)
+    return b.transpose(made, _FIRST)
+
+
+def _transposed_convolution(
+    b: Lowerings,
+    last: Value,
+    weight: Value,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    output_padding: tuple[int, int],
+    fake: torch.Tensor,
+) -> Value:
+    """All that the kernel makes, cut by the padding."""
+    if any(more > less for more, less in zip(output_padding, padding, strict=True)):
+        raise NotImplementedError("a transposed one has a form with output_padding <= padding")
+    outputs = int(fake.shape[1])
+    kernel = b.sizes(weight)[2:]
+    full: list[Size] = [b.size(last, 0)]
+    for axis in (0, 1):
+        grown = b.times(b.size(last, axis + 1), stride[axis])
+        full.append(_plus(b, grown, (kernel[axis] or 1) - stride[axis]))
+    full.append(outputs)
+    known = [size if isinstance(size, int) else None for size in full]
+    element = last.type.element_type
+    bias = b.constant([0.0] * outputs, np.float32)
+    made = b.op(
+        "transpose_conv",
+        [b.vector(full), b.transpose(weight, (1, 2, 3, 0)), last, bias],
+        b.type(known, element),
+        padding="VALID",
+        stride_h=stride[0],
+        stride_w=stride[1],
+        fused_activation_function="NONE",
+    )
+    for axis in (1, 2):
+        less, more = padding[axis - 1], output_padding[axis - 1]
+        if not less and not more:
+            continue
+        size = _plus(b, full[axis], more - 2 * less)
+        known[axis] = size if isinstance(size, int) else None
+        made = _window(b, made, axis, less, size, b.type(known, element))
+    return made
 
 
 def _pool(

@@ -169,6 +169,9 @@ def lower_programs(
             own_memory(program)
             if len(programs) > 1:
                 share_constants(program, shared)
+            if any(is_dynamic(node) for node in program.graph.nodes):
+                constant = toolkit.inline_consts.tensor_lowering_placeholder
+                dynamic_sizes.fold_constants(program, constant)
             modules.append(toolkit.mlir(program, traced.signature, context, constants))
         progress("convert")
         try:
@@ -395,6 +398,8 @@ class _Toolkit:
         if dynamic:
             for op in dynamic_sizes.KEPT_WHOLE:
                 table.pop(op, None)
+            for op in dynamic_sizes.TAKEN_APART:
+                table[op] = op.decompose
         return rewrites.add_decompositions(table)
 
     def lowering_decompositions(self, dynamic: bool) -> Any:
@@ -423,9 +428,7 @@ class _Toolkit:
             def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
                 node = self.lctx.node
                 if target is not operator.getitem and _meets_dynamic(node):
-                    lowering = dynamic_sizes.lowering_of(target)
-                    if lowering is not None:
-                        return lowering(sizes, node, *args, **kwargs)
+                    return dynamic_sizes.lowering_of(target)(sizes, node, *args, **kwargs)
                 return super().call_function(target, args, kwargs)
 
         def keep(program: ExportedProgram, *_args: Any, **_kwargs: Any) -> ExportedProgram:
