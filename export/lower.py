@@ -35,6 +35,7 @@ from tpu2edge.errors import (
     error_from_json,
 )
 from tpu2edge.export import blame, rewrites
+from tpu2edge.export.loops import outline_loops
 from tpu2edge.export.own_outputs import own_outputs
 from tpu2edge.types import LayerSource, Note, Progress, Signature, no_progress
 
@@ -169,6 +170,7 @@ def lower_programs(
             if any(toolkit.is_by_reference(attr) for attr in constants.constant_cache.values()):
                 merged = toolkit.fold(merged, context, notes)
             with context:
+                outline_loops(toolkit.ir, _operation(merged))
                 own_outputs(toolkit.ir, _operation(merged))
             progress("write")
             toolkit.converter.export_flatbuffer_to_file(_operation(merged), str(path))
@@ -348,6 +350,7 @@ class _Toolkit:
         self._core = core
         self._runtime_fold = runtime_fold
         self._torch_tfl = torch_tfl
+        rewrites.add_lowerings(backend.lowerings.lower)
 
     def convert_passes(self, program: ExportedProgram) -> ExportedProgram:
         result: ExportedProgram = self._core._run_convert_passes(program)
