@@ -228,7 +228,7 @@ class _Emitter:
         total, *rest = x.type.shape
         last = total - size  # where the last chunk starts
 
-        def body(done: Any, y: Any, *state: Any) -> list[Any]:
+        def body(done: Any, x: Any, y: Any, *state: Any) -> list[Any]:
             start = hlo.minimum(done, self.number(last))
             first = hlo.subtract(done, start)
             if self.reverse:
@@ -238,42 +238,54 @@ class _Emitter:
             out, *now = self.steps(part, out, first, state)
             return [hlo.add(done, self.number(size)), self.update(y, out, start), *now]
 
-        return self.loop(total, self.number(0), [y, *state], body)
+        return self.loop(total, self.number(0), x, [y, *state], body)
 
     def steps(self, x: Any, y: Any, first: Any, state: tuple[Any, ...]) -> list[Any]:
         """All steps of ``x`` from the ``first`` on; the outputs go into ``y``."""
         total, *rest = x.type.shape
 
-        def body(done: Any, y: Any, *state: Any) -> list[Any]:
+        def body(done: Any, x: Any, y: Any, *state: Any) -> list[Any]:
             where = self.hlo.subtract(self.number(total - 1), done) if self.reverse else done
             now = self.step(self.reshape(self.window(x, where, [1, *rest]), rest), state)
             out = self.reshape(now[0], [1, *now[0].type.shape])
             following = self.hlo.add(done, self.number(1))
             return [following, self.update(y, out, where), *now]
 
-        return self.loop(total, first, [y, *state], body)
+        return self.loop(total, first, x, [y, *state], body)
 
     def loop(
-        self, end: int, start: Any, carried: list[Any], body: Callable[..., list[Any]]
+        self, end: int, start: Any, x: Any, carried: list[Any], body: Callable[..., list[Any]]
     ) -> list[Any]:
-        """``while start < end: start, *carried = body(start, *carried)``; gives what was carried."""
+        """``while start < end: start, *carried = body(start, x, *carried)``; gives ``carried``.
+
+        The body gets ``x`` and the weights as arguments of its own that stay what they are:
+        litert-torch clones functions, and a region that looks outside would not survive that. The
+        converter makes them values from outside again.
+        """
         ir, hlo = self.ir, self.hlo
-        initial = [start, *carried]
+        own = (self.w, self.b, self.p)
+        fixed = [x, *(value for value in own if value is not None)]
+        initial = [start, *fixed, *carried]
         kinds = [value.type for value in initial]
         location = ir.Location.current
         loop = hlo.WhileOp(kinds, initial)
-        for region, make in zip(loop.regions, (self._less_than(end), body), strict=True):
-            block = region.blocks.append(*kinds, arg_locs=[location] * len(kinds))
-            with ir.InsertionPoint(block):
-                hlo.return_(make(*block.arguments))
-        return list(loop.results)[1:]
-
-    def _less_than(self, end: int) -> Callable[..., list[Any]]:
-        def condition(done: Any, *_carried: Any) -> list[Any]:
-            direction = self.hlo.ComparisonDirectionAttr.get("LT")
-            return [self.hlo.compare(done, self.number(end), comparison_direction=direction)]
-
-        return condition
+        condition, inner = (
+            region.blocks.append(*kinds, arg_locs=[location] * len(kinds))
+            for region in loop.regions
+        )
+        with ir.InsertionPoint(condition):
+            less = hlo.ComparisonDirectionAttr.get("LT")
+            done = condition.arguments[0]
+            hlo.return_([hlo.compare(done, self.number(end), comparison_direction=less)])
+        with ir.InsertionPoint(inner):
+            done, x, *rest = inner.arguments
+            given = iter(rest)
+            self.w, self.b, self.p = (value if value is None else next(given) for value in own)
+            following, *now = body(done, x, *given)
+            kept = [x, *(value for value in (self.w, self.b, self.p) if value is not None)]
+            hlo.return_([following, *kept, *now])
+        self.w, self.b, self.p = own
+        return list(loop.results)[len(initial) - len(carried) :]
 
     # -------------------------------------------------------------------------------- one step
 
