@@ -167,10 +167,11 @@ def lower_programs(
         try:
             merged = toolkit.converter.merge_modules(modules)
             merged = toolkit.to_tfl(merged, context)
+            with context:
+                outline_loops(toolkit.ir, _operation(merged))
             if any(toolkit.is_by_reference(attr) for attr in constants.constant_cache.values()):
                 merged = toolkit.fold(merged, context, notes)
             with context:
-                outline_loops(toolkit.ir, _operation(merged))
                 own_outputs(toolkit.ir, _operation(merged))
             progress("write")
             toolkit.converter.export_flatbuffer_to_file(_operation(merged), str(path))

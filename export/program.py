@@ -22,6 +22,7 @@ from torch.export.graph_signature import InputKind
 from tpu2edge.errors import DataError, ExportError, OptionError, Place, Tpu2EdgeError
 from tpu2edge.export import blame, half_precision, names, oracle
 from tpu2edge.export.prepare import prepare_module
+from tpu2edge.export.rewrites import recurrent
 from tpu2edge.types import Array, Dim, Note, Signature, Tensors, TensorSpec
 
 __all__ = ["TracedProgram", "keep_global_state", "trace_module", "trace_program"]
@@ -313,7 +314,7 @@ def _export(
     flat: _Flat, tensors: tuple[torch.Tensor, ...], shapes: tuple[tuple[dict[int, Any], ...]] | None
 ) -> ExportedProgram:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), recurrent.quick_shapes():
             return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
     except Tpu2EdgeError:
         raise

@@ -14,14 +14,18 @@ weights once for each operator that uses them, which then no longer fit the cach
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional
 
-__all__ = ["DECOMPOSITIONS", "LOWERINGS"]
+__all__ = ["DECOMPOSITIONS", "LOWERINGS", "quick_shapes"]
 
 aten = torch.ops.aten
 
@@ -183,6 +187,45 @@ DECOMPOSITIONS = {
     aten.rnn_tanh.input: _simple("tanh"),
     aten.rnn_relu.input: _simple("relu"),
 }
+
+# ------------------------------------------------------------------------------------- tracing
+
+
+@contextlib.contextmanager
+def quick_shapes() -> Iterator[None]:
+    """Let torch find the shapes of a recurrent layer's results without running every step.
+
+    For the stand-ins that torch.export traces with, torch takes the layer apart into its steps only
+    to throw all but the shapes away: 30 s for 640 steps. The operator itself stays in the graph.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    with contextlib.ExitStack() as stack:
+        for op in DECOMPOSITIONS:
+            usual = op.py_kernels.get(key)
+            if usual is not None:
+                stack.enter_context(mock.patch.dict(op.py_kernels, {key: _Quick(usual)}))
+        yield
+
+
+class _Quick:
+    """torch's own function, but the shapes alone for fake tensors that nobody records."""
+
+    def __init__(self, usual: Callable[..., Any]) -> None:
+        self._usual = usual
+
+    def __call__(
+        self, given: Any, hx: Any, params: Any, *rest: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, ...]:
+        states = (hx,) if isinstance(hx, torch.Tensor) else tuple(hx)
+        fake = isinstance(given, FakeTensor) and get_proxy_mode() is None
+        if not fake or len(rest) != 6 or kwargs:
+            result: tuple[torch.Tensor, ...] = self._usual(given, hx, params, *rest, **kwargs)
+            return result
+        _, _, _, _, bidirectional, _ = rest
+        width = states[0].shape[-1] * (2 if bidirectional else 1)
+        y = given.new_empty((*given.shape[:-1], width))
+        return (y, *(torch.empty_like(state) for state in states))
+
 
 # ---------------------------------------------------------------------------- lowering (StableHLO)
 
