@@ -74,6 +74,7 @@ def on_exported(program: ExportedProgram, notes: list[Note]) -> None:
         count = rewrite.on_exported(program) if rewrite.on_exported else 0
         count += sum(used[op] for op in rewrite.decompositions)
         _note(rewrite, count, notes)
+    recurrent.note_unrolled(program, notes)
 
 
 def add_decompositions(table: Any) -> Any:

@@ -16,16 +16,21 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional
 
-__all__ = ["DECOMPOSITIONS", "LOWERINGS", "quick_shapes"]
+from tpu2edge.export import blame
+from tpu2edge.types import Note
+
+__all__ = ["DECOMPOSITIONS", "LOWERINGS", "note_unrolled", "quick_shapes"]
 
 aten = torch.ops.aten
 
@@ -67,9 +72,7 @@ def _recurrence(
     return [y.flip(0) if reverse else y, *(value.clone() for value in now)]
 
 
-def _step(
-    row: torch.Tensor, state: _State, w: torch.Tensor, b: Any, p: Any, cell: str
-) -> _State:
+def _step(row: torch.Tensor, state: _State, w: torch.Tensor, b: Any, p: Any, cell: str) -> _State:
     gates = functional.linear(state[0], w, b)
     if cell == "lstm":
         i, f, g, o = (row + gates).chunk(4, -1)
@@ -86,17 +89,18 @@ def _step(
 
 _NAME = "tpu2edge::recurrence"
 
-if not hasattr(torch.ops.tpu2edge, "recurrence"):
-    torch.library.define(_NAME, f"{_SCHEMA} -> Tensor[]")
-    torch.library.impl(_NAME, "CompositeExplicitAutograd", _recurrence)
 
-
-@torch.library.register_fake(_NAME, allow_override=True)
 def _recurrence_fake(
     x: torch.Tensor, state: Sequence[torch.Tensor], *_args: Any
 ) -> list[torch.Tensor]:
     y = x.new_empty((x.shape[0], *state[0].shape))
     return [y, *(torch.empty_like(value) for value in state)]
+
+
+if not hasattr(torch.ops.tpu2edge, "recurrence"):
+    torch.library.define(_NAME, f"{_SCHEMA} -> Tensor[]")
+    torch.library.impl(_NAME, "CompositeExplicitAutograd", _recurrence)
+    torch.library.register_fake(_NAME, _recurrence_fake)
 
 
 # --------------------------------------------------------------------------- decompositions (torch)
@@ -155,9 +159,7 @@ def _lstm(
 ) -> Any:
     if train and dropout:
         return NotImplemented
-    return _layers(
-        given, hx, params, "lstm", has_biases, num_layers, bidirectional, batch_first
-    )
+    return _layers(given, hx, params, "lstm", has_biases, num_layers, bidirectional, batch_first)
 
 
 def _simple(cell: str) -> Callable[..., Any]:
@@ -187,6 +189,35 @@ DECOMPOSITIONS = {
     aten.rnn_tanh.input: _simple("tanh"),
     aten.rnn_relu.input: _simple("relu"),
 }
+
+# ----------------------------------------------------------------------------------- cells by hand
+
+_CELLS = (
+    aten.lstm_cell.default,
+    aten.gru_cell.default,
+    aten.rnn_tanh_cell.default,
+    aten.rnn_relu_cell.default,
+)
+_PER_CELL = 16  # LiteRT operators of one LSTMCell call
+_MANY = 1000  # operators
+
+
+def note_unrolled(program: ExportedProgram, notes: list[Note]) -> None:
+    """Say so when a Python loop over an LSTMCell or the like makes the graph long."""
+    calls = Counter(
+        (node.target, blame.module_path(node))
+        for node in program.graph.nodes
+        if node.target in _CELLS
+    )
+    for (op, path), count in calls.items():
+        if count * _PER_CELL > _MANY:
+            name = str(op).removeprefix("aten.").removesuffix(".default")
+            text = (
+                f"{count} calls of the {name} '{path}' stay unrolled, about "
+                f"{count * _PER_CELL} operators: nn.LSTM, nn.GRU or nn.RNN would become one loop"
+            )
+            notes.append(Note(code="unrolled-cell", text=text))
+
 
 # ------------------------------------------------------------------------------------- tracing
 
@@ -240,6 +271,8 @@ def _lower(
     cell: str,
     reverse: bool,
 ) -> list[Any]:
+    if not all(value.type.has_static_shape for value in (x, *state)):
+        raise ValueError("a recurrent layer needs a fixed batch and a fixed number of steps")
     emit = _Emitter(w, b, p, cell, reverse)
     steps, batch, _ = x.type.shape
     y = emit.slice(x, [0, 0, 0], [steps, batch, state[0].type.shape[1]])  # overwritten step by step
@@ -402,9 +435,7 @@ class _Emitter:
     def window(self, value: Any, start: Any, sizes: Sequence[int]) -> Any:
         """``sizes`` numbers of ``value``, from ``start`` on along the first dimension."""
         starts = [start, *[self.number(0)] * (len(sizes) - 1)]
-        return self.hlo.dynamic_slice(
-            value, starts, self.ir.DenseI64ArrayAttr.get(list(sizes))
-        )
+        return self.hlo.dynamic_slice(value, starts, self.ir.DenseI64ArrayAttr.get(list(sizes)))
 
     def update(self, value: Any, part: Any, start: Any) -> Any:
         starts = [start, *[self.number(0)] * (len(value.type.shape) - 1)]
