@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from unittest import mock
 import torch
 from torch.export import ExportedProgram
 
+from tpu2edge.children import ending, follow_child
 from tpu2edge.errors import (
     ConversionError,
     DeviceError,
@@ -57,11 +57,12 @@ class Lowered:
     """A written, not yet tested, float ``.tflite`` file.
 
     ``nodes`` maps the name of a node of the lowered graph to its place in the torch model; LiteRT
-    tensor names contain these names.
+    tensor names contain these names. ``origins`` maps it to the node of the exported graph.
     """
 
     path: Path
     nodes: Mapping[str, LayerSource] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
 
 
@@ -91,47 +92,20 @@ def lower_isolated(
             torch.export.save(loweree.program, folder / f"{index:03d}.pt2")
             (folder / f"{index:03d}.json").write_text(json.dumps(loweree.signature.to_json()))
         command = [sys.executable, "-P", "-m", "tpu2edge.export.lower_child", name, str(path)]
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log if log is not None else subprocess.DEVNULL,
-        ) as child:
-            try:
-                stage, last = _follow(child, progress)
-            except BaseException:
-                child.kill()
-                raise
-        return _outcome(last, child.returncode, stage, path)
-
-
-def _follow(child: subprocess.Popen[bytes], progress: Progress) -> tuple[str, dict[str, Any]]:
-    stage, last = "start", dict[str, Any]()
-    assert child.stdout is not None
-    for line in child.stdout:
-        last = json.loads(line)
-        if last["event"] == "stage":
-            stage = last["stage"]
-            progress(stage, last["done"], last["total"])
-    return stage, last
-
-
-def _outcome(last: dict[str, Any], status: int, stage: str, path: Path) -> Lowered:
-    kind = last.pop("event", None)
+        last, status = follow_child(command, log=log, progress=progress)
+    kind, stage = last.pop("event", None), last.get("stage", "start")
     if kind == "error":
         raise error_from_json(last)
     if kind != "result":
-        how = f"exit status {status}"
-        if status < 0:
-            how = f"signal {signal.Signals(-status).name}"
         raise DeviceError(
-            f"the converter's process died by {how} at the step '{stage}'",
+            f"the converter's process died by {ending(status)} at the step '{stage}'",
             do="see the log; if the model is large, the machine may be out of memory",
             step=stage,
         )
     return Lowered(
         path=path,
         nodes={name: LayerSource(**source) for name, source in last["nodes"].items()},
+        origins=last["origins"],
         notes=tuple(Note(code=code, text=text) for code, text in last["notes"]),
     )
 
@@ -148,20 +122,28 @@ def lower_programs(
     progress("import litert-torch")
     toolkit = _Toolkit()
     nodes: dict[str, LayerSource] = {}
+    origins: dict[str, str] = {}
     notes: list[Note] = []
     context = toolkit.backend.export_utils.create_ir_context()
     constants = toolkit.inline_consts.InlineConstsContext(enable_resource_constants=True)
     modules: list[Any] = []
     graphs: list[torch.fx.Graph] = []
+    shared: dict[tuple[Any, ...], torch.Tensor] = {}
     with toolkit.tamed():
-        for traced in programs:
+        for index, traced in enumerate(programs):
             progress("decompose")
             program = _decomposed(traced.program, toolkit, notes)
             progress("lower")
             graphs.append(program.graph)
             for node in program.graph.nodes:
                 if node.op == "call_function":
-                    nodes.setdefault(node.name, blame.source_of_node(node))
+                    if index:  # two programs have nodes of one name
+                        node.meta[_LABEL] = f"s{index}_{node.name}"
+                    nodes.setdefault(_label(node), blame.source_of_node(node))
+                    origins.setdefault(_label(node), toolkit.origin(node) or node.name)
+            own_memory(program)
+            if len(programs) > 1:
+                share_constants(program, shared)
             modules.append(toolkit.mlir(program, traced.signature, context, constants))
         progress("convert")
         try:
@@ -179,7 +161,30 @@ def lower_programs(
             raise
         except Exception as err:
             raise _converter_error(err, graphs) from err
-    return Lowered(path=path, nodes=nodes, notes=tuple(notes))
+    return Lowered(path=path, nodes=nodes, origins=origins, notes=tuple(notes))
+
+
+def own_memory(program: ExportedProgram) -> None:
+    """Every constant owns contiguous memory: see prepare.py on litert-torch#1238."""
+    for store in (program.state_dict, program.constants):
+        for name, value in list(store.items()):
+            if isinstance(value, torch.Tensor) and not value.is_contiguous():
+                store[name] = value.detach().contiguous()
+
+
+def share_constants(program: ExportedProgram, shared: dict[tuple[Any, ...], torch.Tensor]) -> None:
+    """Put in place of each constant the equal one of ``shared``, which learns the new ones.
+
+    By their bytes, since copies are made on the way (a program that went through a file, a buffer,
+    a fold of a batch norm); the converter stores one tensor once.
+    """
+    for store in (program.state_dict, program.constants):
+        for name, value in list(store.items()):
+            if not isinstance(value, torch.Tensor) or not value.numel():
+                continue
+            memory = value.detach().reshape(-1).view(torch.uint8).numpy()
+            key = (value.dtype, tuple(value.shape), hashlib.sha256(memory.data).digest())
+            store[name] = shared.setdefault(key, value)
 
 
 def _operation(module: Any) -> Any:
@@ -399,11 +404,6 @@ class _Toolkit:
         self, program: ExportedProgram, signature: Signature, context: Any, constants: Any
     ) -> Any:
         """The program as an MLIR module that carries the signature's names."""
-        # Every constant owns contiguous memory: see prepare.py on litert-torch#1238.
-        for store in (program.state_dict, program.constants):
-            for name, value in list(store.items()):
-                if isinstance(value, torch.Tensor) and not value.is_contiguous():
-                    store[name] = value.detach().contiguous()
         threshold = mock.patch.dict(
             os.environ, {"RESOURCE_CONSTANT_NUMEL_THRESHOLD": str(_BY_REFERENCE_BYTES)}
         )
@@ -433,6 +433,11 @@ class _Toolkit:
             )
         return module
 
+    def origin(self, node: torch.fx.Node) -> str | None:
+        """The name of the exported graph's node that ``node`` was decomposed from."""
+        name = self.debuginfo.build_nodename_debuginfo(node)
+        return str(name) if name else None
+
     def is_by_reference(self, attribute: Any) -> bool:
         return isinstance(attribute, self.ir.DenseResourceElementsAttr)
 
@@ -450,7 +455,16 @@ def _layer_name(node: torch.fx.Node) -> str | None:
     """The name of the LiteRT tensor: torch module path and node, "encoder.0.linear/addmm_3"."""
     if not node.meta.get("nn_module_stack"):
         return None
-    return f"{blame.module_path(node) or 'forward'}/{node.name};"
+    return f"{blame.module_path(node) or 'forward'}/{_label(node)};"
+
+
+_LABEL = "tpu2edge_label"
+
+
+def _label(node: torch.fx.Node) -> str:
+    """The node's name in the file."""
+    label: str = node.meta.get(_LABEL, node.name)
+    return label
 
 
 # ---------------------------------------------------------------------------------------- errors
@@ -538,7 +552,7 @@ def _converter_error(err: Exception, graphs: Sequence[torch.fx.Graph]) -> Conver
 def _place_by_name(graphs: Sequence[torch.fx.Graph], name: str) -> Place | None:
     for graph in graphs:
         for node in graph.nodes:
-            if node.name == name:
+            if _label(node) == name:
                 return blame.place_of_node(node)
     return None
 

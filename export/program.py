@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,6 +97,16 @@ class TracedProgram:
         with keep_global_state():
             return self._named(self._oracle.run(self._tensors(inputs)))
 
+    def oracles(self, samples: Iterable[Tensors]) -> Iterator[dict[str, Array]]:
+        """The same for each sample, in order; several are computed at once."""
+        found = self._oracle.run_many(self._tensors(inputs) for inputs in samples)
+        while True:
+            with keep_global_state():
+                tensors = next(found, None)
+            if tensors is None:
+                return
+            yield self._named(tensors)
+
     @property
     def oracle_exceptions(self) -> tuple[str, ...]:
         """Operators that the oracle had to compute in the program's own precision."""
@@ -151,6 +161,7 @@ def trace_module(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic: Mapping[str, Mapping[int, Dim]] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
     signature_name: str = "serving_default",
 ) -> TracedProgram:
     """``module`` traced on the example inputs; the module and its random state stay as they were.
@@ -160,6 +171,7 @@ def trace_module(
         args: example positional inputs.
         kwargs: example keyword inputs.
         dynamic: for each input name, which axes may change between which sizes.
+        shapes: other shapes of inputs than the example's, which is repeated or cut along its axes.
         signature_name: the name of the entry in the LiteRT file.
 
     Raises:
@@ -170,16 +182,17 @@ def trace_module(
     with keep_global_state():
         prepared = prepare_module(module)
         layout = names.call_layout(prepared.module.forward, args, kwargs or {})
+        layout = replace(layout, tensors=_reshaped(layout, shapes or {}))
         notes = list(prepared.notes)
         tensors = tuple(
             _edge_input(name, tensor, notes)
             for name, tensor in zip(layout.names, layout.tensors, strict=True)
         )
-        shapes = _dynamic_shapes(layout.names, tensors, dynamic or {})
+        symbols = _dynamic_shapes(layout.names, tensors, dynamic or {})
         tensors = _roomy(tensors, layout.names, dynamic or {})
         flat = _Flat(prepared.module, layout).eval()
         try:
-            program = _export(flat, tensors, shapes)
+            program = _export(flat, tensors, symbols)
         except ExportError:
             if not prepared.half_dtypes:
                 raise
@@ -188,7 +201,7 @@ def trace_module(
             own = prepare_module(module, keep_half=True)
             flat = _Flat(own.module, layout).eval()
             given = _roomy(layout.tensors, layout.names, dynamic or {})
-            program = _export(flat, tuple(t.detach().cpu() for t in given), shapes)
+            program = _export(flat, tuple(t.detach().cpu() for t in given), symbols)
     notes.extend(flat.seen.left_out)
     half = half_precision.compute_in_float32(program)
     if half:
@@ -265,6 +278,32 @@ def _edge_input(name: str, tensor: torch.Tensor, notes: list[Note]) -> torch.Ten
     if tensor.dtype in (torch.float16, torch.bfloat16, torch.float64):
         return tensor.to(torch.float32)
     return tensor
+
+
+def _reshaped(
+    layout: names.CallLayout, shapes: Mapping[str, Sequence[int]]
+) -> tuple[torch.Tensor, ...]:
+    """The example in the shapes that are asked for."""
+    for name in shapes:
+        if name not in layout.names:
+            raise OptionError(
+                f"--shapes names no input '{name}'", do=f"inputs: {list(layout.names)}"
+            )
+    out: list[torch.Tensor] = []
+    for name, tensor in zip(layout.names, layout.tensors, strict=True):
+        wanted = tuple(shapes.get(name, tensor.shape))
+        if len(wanted) != tensor.dim() or (tensor.numel() == 0 and wanted != tensor.shape):
+            raise OptionError(
+                f"--shapes: the example of input '{name}' has the shape {list(tensor.shape)}, "
+                f"which cannot become {list(wanted)}",
+                do="give as many sizes as the input has axes",
+            )
+        for axis, size in enumerate(wanted):
+            if tensor.shape[axis] != size:
+                places = torch.arange(size, device=tensor.device) % tensor.shape[axis]
+                tensor = tensor.detach().index_select(axis, places)
+        out.append(tensor)
+    return tuple(out)
 
 
 def _dynamic_shapes(

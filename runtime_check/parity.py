@@ -34,6 +34,7 @@ __all__ = [
     "ParityReport",
     "Reason",
     "check_model",
+    "noise_floor",
 ]
 
 # 1 (2026-11-30): first version.
@@ -52,19 +53,31 @@ class Reason:
 class ErrorSplit:
     """The size of each step of the error, as SQNR in dB against the float64 oracle, pooled.
 
-    ``float32_db``: eager float32 - oracle. ``conversion_db``: float ``.tflite`` - eager.
-    ``quantization_db``: quantized - float ``.tflite``; None for a float model. The smaller the
-    number, the larger the step.
+    Two branches leave the oracle: ``tpu_db`` is reference - oracle (the TPU's own rounding; None
+    when the reference is the eager module), and eager - oracle (``float32_db``), float ``.tflite``
+    - eager (``conversion_db``), quantized - float ``.tflite`` (``quantization_db``; None for a float
+    model) lead to the file, which is ``edge_db`` away from the oracle. The smaller the number, the
+    larger the step.
     """
 
     float32_db: float
     conversion_db: float | None = None
     quantization_db: float | None = None
+    tpu_db: float | None = None
+    edge_db: float | None = None
+
+    @property
+    def as_right_as_tpu(self) -> bool:
+        """Whether the file is no further from the oracle than the TPU itself is."""
+        if self.tpu_db is None or self.edge_db is None:
+            return False
+        return self.edge_db >= self.tpu_db
 
     @property
     def largest(self) -> str:
-        """The step that spends most of the budget: float32, conversion or quantization."""
+        """The step that spends most of the budget: tpu, float32, conversion or quantization."""
         steps = {
+            "tpu": self.tpu_db,
             "float32": self.float32_db,
             "conversion": self.conversion_db,
             "quantization": self.quantization_db,
@@ -87,6 +100,7 @@ class CaseReport:
     reasons: tuple[Reason, ...] = ()
     metrics: OutputMetrics | None = None
     split: ErrorSplit | None = None
+    against_eager: OutputMetrics | None = None  # when the reference is not the eager module itself
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -96,6 +110,8 @@ class CaseReport:
                 "float32_db": _plain(self.split.float32_db),
                 "conversion_db": _plain(self.split.conversion_db),
                 "quantization_db": _plain(self.split.quantization_db),
+                "tpu_db": _plain(self.split.tpu_db),
+                "edge_db": _plain(self.split.edge_db),
                 "largest": self.split.largest,
             }
         return {
@@ -108,7 +124,9 @@ class CaseReport:
             "budget": self.budget,
             "reasons": [{"code": r.code, "text": r.text} for r in self.reasons],
             "metrics": self.metrics.to_json() if self.metrics else None,
+            "against_eager": self.against_eager.to_json() if self.against_eager else None,
             "error_split": split,
+            "in_words": _in_words(self),
         }
 
     @classmethod
@@ -131,7 +149,12 @@ class CaseReport:
                 float32_db=float(split["float32_db"]),
                 conversion_db=_optional(split["conversion_db"]),
                 quantization_db=_optional(split["quantization_db"]),
+                tpu_db=_optional(split.get("tpu_db")),
+                edge_db=_optional(split.get("edge_db")),
             ),
+            against_eager=OutputMetrics.from_json(data["against_eager"])
+            if data.get("against_eager")
+            else None,
         )
 
 
@@ -164,16 +187,34 @@ class ParityReport:
         return Verdict.FAIL if Verdict.FAIL in verdicts else Verdict.PASS
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """Whose error it is, one sentence for each model and output that has an error split."""
+        return tuple(
+            f"{case.recipe} on {case.device}, '{case.output}': {text}"
+            for case in self.cases
+            if (text := _in_words(case)) is not None
+        )
+
+    @property
     def exit_code(self) -> int:
         """0 all PASS, 1 a FAIL, 4 an ERROR."""
         return {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.ERROR: 4}[self.verdict]
 
-    def case(self, output: str, *, recipe: str = "float32", device: str = "host") -> CaseReport:
-        """The case of one output; KeyError if there is none."""
+    def case(
+        self,
+        output: str,
+        *,
+        recipe: str = "float32",
+        device: str = "host",
+        signature: str | None = None,
+    ) -> CaseReport:
+        """The case of one output, of the first signature that has it; KeyError if there is none."""
         for case in self.cases:
-            if (case.output, case.recipe, case.device) == (output, recipe, device):
+            if (case.output, case.recipe, case.device) == (output, recipe, device) and (
+                signature in (None, case.signature)
+            ):
                 return case
-        raise KeyError((output, recipe, device))
+        raise KeyError((output, recipe, device, signature))
 
     def to_json(self, *, times: bool = True) -> dict[str, Any]:
         """Plain data; without ``times`` the same check gives the same data."""
@@ -202,8 +243,42 @@ class ParityReport:
         )
 
     def merged(self, other: ParityReport) -> ParityReport:
-        """Both reports as one; they must be against the same reference."""
+        """Both reports as one; the line on the reference is this one's."""
         return replace(self, cases=self.cases + other.cases, times={**self.times, **other.times})
+
+
+_STEP_WORDS = {
+    "tpu": "the TPU's own rounding",
+    "float32": "rounding to float32",
+    "conversion": "the conversion",
+    "quantization": "the quantization",
+}
+
+
+def _in_words(case: CaseReport) -> str | None:
+    """Which step spends most of the error, how large the others are, and what that means."""
+    split = case.split
+    if split is None:
+        return None
+    steps = {
+        name: value for name in _STEP_WORDS if (value := getattr(split, f"{name}_db")) is not None
+    }
+    largest = split.largest
+    others = ", ".join(f"{name} {_shown(v)}" for name, v in steps.items() if name != largest)
+    text = f"the largest step of the error is {_STEP_WORDS[largest]}: {_shown(steps[largest])}"
+    text += f" ({others})" if others else ""
+    if split.tpu_db is not None and split.edge_db is not None:
+        text += (
+            f"; from float64 the TPU is {_shown(split.tpu_db)} away, the file "
+            f"{_shown(split.edge_db)}"
+        )
+        if split.as_right_as_tpu:
+            text += ": the file is as right as the TPU"
+    return text
+
+
+def _shown(value: float) -> str:
+    return f"{value:.1f} dB" if math.isfinite(value) else f"{value} dB"
 
 
 def check_model(
@@ -212,12 +287,16 @@ def check_model(
     budget: Budget,
     *,
     oracle: Reference | None = None,
+    eager: Reference | None = None,
+    conversion: Budget | None = None,
+    floor: Mapping[str, OutputMetrics] | None = None,
     float_outputs: Reference | None = None,
     device: str = "host",
     command: Sequence[str] | None = None,
     threads: int | None = None,
     signature: str | None = None,
     constant_outputs: frozenset[str] = frozenset(),
+    other_outputs: frozenset[str] = frozenset(),
     keep: Path | None = None,
     log: IO[bytes] | None = None,
     progress: Progress = no_progress,
@@ -229,12 +308,18 @@ def check_model(
         reference: samples and what they should give.
         budget: bounds per output.
         oracle: the float64 outputs for the error split; no split without it.
+        eager: the float32 module's outputs, when ``reference`` is a TPU's.
+        conversion: what a float file has to keep against ``eager``; a fault there is the
+            conversion's, whatever the distance to the TPU.
+        floor: the reference against the oracle (:func:`noise_floor`), for the rows whose arg-max the
+            TPU's own rounding can flip.
         float_outputs: the float file's own outputs, to tell conversion from quantization.
         device: name for the report.
         command: what starts the worker; this machine's if None.
         threads: LiteRT threads.
         signature: the signature to check; the reference's own name by default.
         constant_outputs: outputs known not to depend on any input.
+        other_outputs: outputs of the file's other signatures, which the budget may name, too.
         keep: folder to keep the file's outputs in, as a reference of provider "litert".
         log: where the worker's stderr goes.
         progress: told about each sample.
@@ -248,10 +333,11 @@ def check_model(
     """
     expected = reference.signature
     names = [spec.name for spec in expected.outputs]
-    if unknown := budget.unknown_outputs(names):
-        raise OptionError(f"--budget names no output {unknown}", do=f"outputs: {names}")
+    known = [*names, *sorted(other_outputs - set(names))]
+    if unknown := budget.unknown_outputs(known):
+        raise OptionError(f"--budget names no output {unknown}", do=f"outputs: {known}")
     constant = constant_outputs | budget.may_be_constant
-    cases = _Cases(model, device, expected, budget)
+    cases = _Cases(model, device, expected, budget, conversion if eager is not None else None)
     if not len(reference):
         raise DataError("the reference holds no sample", do="give at least one sample")
 
@@ -277,10 +363,11 @@ def check_model(
                 session,
                 actual,
                 reference,
-                _Side(oracle, float_outputs, keep, model.recipe),
+                _Side(oracle, eager, floor or {}, float_outputs, keep, model.recipe),
                 lambda done: progress(stage, done, len(reference)),
             )
-            times[f"{model.path.name}@{device}"] = {
+            which = f"#{actual.name}" if len(session.signatures) > 1 else ""
+            times[f"{model.path.name}@{device}{which}"] = {
                 **session.times,
                 "peak_rss_kb": session.peak_rss_kb,
             }
@@ -325,6 +412,8 @@ def _missing_outputs(expected: Signature, actual: Signature) -> Reason | None:
 @dataclass(frozen=True, slots=True)
 class _Side:
     oracle: Reference | None
+    eager: Reference | None
+    floor: Mapping[str, OutputMetrics]
     float_outputs: Reference | None
     keep: Path | None
     recipe: str
@@ -333,10 +422,11 @@ class _Side:
 class _Output:
     """All that is gathered about one output while the samples go by."""
 
-    def __init__(self) -> None:
-        self.meter = OutputMeter()
+    def __init__(self, error_bound: float | None, has_eager: bool) -> None:
+        self.meter = OutputMeter(error_bound)
+        self.eager_meter = OutputMeter() if has_eager else None
         self.fault: Reason | None = None
-        self.steps = {"float32": 0.0, "conversion": 0.0, "quantization": 0.0}
+        self.steps = dict.fromkeys(("tpu", "float32", "conversion", "quantization", "edge"), 0.0)
         self.signal = 0.0
         self.has_split = self.has_float = False
 
@@ -348,6 +438,8 @@ class _Output:
             float32_db=db["float32"],
             conversion_db=db["conversion"] if not quantized or self.has_float else None,
             quantization_db=db["quantization"] if quantized and self.has_float else None,
+            tpu_db=db["tpu"] if self.eager_meter is not None else None,
+            edge_db=db["edge"],
         )
 
 
@@ -362,7 +454,13 @@ def _db(signal: float, noise: float) -> float:
 def _run(
     session: Session, actual: Signature, reference: Reference, side: _Side, done: Any
 ) -> dict[str, _Output]:
-    outputs = {spec.name: _Output() for spec in reference.signature.outputs}
+    outputs = {
+        spec.name: _Output(
+            side.floor[spec.name].max_abs if spec.name in side.floor else None,
+            side.eager is not None,
+        )
+        for spec in reference.signature.outputs
+    }
     specs = {spec.name: spec for spec in actual.outputs}
     expected = {spec.name: spec for spec in reference.signature.outputs}
     feeds = (
@@ -375,16 +473,24 @@ def _run(
         truth = reference.outputs(index)
         oracle = side.oracle.outputs(index) if side.oracle else None
         base = side.float_outputs.outputs(index) if side.float_outputs else None
+        eager = side.eager.outputs(index) if side.eager else truth
         identity = reference.sample_ids[index]
         for name, output in outputs.items():
             _compare(output, identity, expected[name], truth[name], got[name])
-            if oracle is not None and output.fault is None:
+            if output.fault is not None:
+                continue
+            if output.eager_meter is not None:
+                output.eager_meter.add(identity, eager[name], got[name])
+            if oracle is not None:
                 _add_split(
                     output,
-                    oracle[name],
-                    truth[name],
-                    got[name],
-                    None if base is None else base[name],
+                    _Steps(
+                        oracle[name],
+                        truth[name],
+                        eager[name],
+                        None if base is None else base[name],
+                        got[name],
+                    ),
                     side.recipe != "float32",
                 )
         if writer is not None:
@@ -484,27 +590,50 @@ def _compare(output: _Output, sample: str, spec: TensorSpec, truth: Array, got: 
     output.meter.add(sample, truth, got)
 
 
-def _add_split(
-    output: _Output, oracle: Array, truth: Array, got: Array, base: Array | None, quantized: bool
-) -> None:
-    o = np.asarray(oracle)
-    if o.dtype.kind != "f" or np.shape(oracle) != np.shape(truth):
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """One output of one sample at every station of the two branches."""
+
+    oracle: Array
+    reference: Array
+    eager: Array
+    floating: Array | None  # the float file's, when the file is quantized
+    edge: Array
+
+
+def _add_split(output: _Output, at: _Steps, quantized: bool) -> None:
+    if np.asarray(at.oracle).dtype.kind != "f" or np.shape(at.oracle) != np.shape(at.edge):
         return
-    wide = [np.asarray(a).astype(np.float64) for a in (oracle, truth, got)]
-    floating = None if base is None else np.asarray(base).astype(np.float64)
-    finite = np.isfinite(wide[0]) & np.isfinite(wide[1]) & np.isfinite(wide[2])
-    if floating is not None:
-        finite &= np.isfinite(floating)
-        floating = floating[finite]
-        output.has_float = True
-    o64, e64, q64 = (a[finite] for a in wide)
+    stations = [at.oracle, at.reference, at.eager, at.edge]
+    output.has_float = output.has_float or at.floating is not None
+    if quantized and at.floating is not None:
+        stations.append(at.floating)
+    wide = [np.asarray(station).astype(np.float64) for station in stations]
+    finite = np.logical_and.reduce([np.isfinite(station) for station in wide])
+    o, r, e, d, *rest = (station[finite] for station in wide)
+    c = d if not quantized else (rest[0] if rest else None)
     output.has_split = True
-    output.signal += float(o64 @ o64)
-    output.steps["float32"] += float(np.sum((e64 - o64) ** 2))
-    c64 = q64 if not quantized else floating
-    if c64 is not None:
-        output.steps["conversion"] += float(np.sum((c64 - e64) ** 2))
-        output.steps["quantization"] += float(np.sum((q64 - c64) ** 2))
+    output.signal += float(o @ o)
+    steps = output.steps
+    steps["tpu"] += float(np.sum((r - o) ** 2))
+    steps["float32"] += float(np.sum((e - o) ** 2))
+    steps["edge"] += float(np.sum((d - o) ** 2))
+    if c is not None:
+        steps["conversion"] += float(np.sum((c - e) ** 2))
+        steps["quantization"] += float(np.sum((d - c) ** 2))
+
+
+def noise_floor(reference: Reference, oracle: Reference) -> dict[str, OutputMetrics]:
+    """The reference compared with the float64 oracle, per output: what its own rounding makes.
+
+    A file that is no further from the oracle than this is as right as the reference.
+    """
+    meters = {spec.name: OutputMeter() for spec in reference.signature.outputs}
+    for index, identity in enumerate(reference.sample_ids):
+        truth, found = oracle.outputs(index), reference.outputs(index)
+        for name, meter in meters.items():
+            meter.add(identity, truth[name], found[name])
+    return {name: meter.metrics() for name, meter in meters.items()}
 
 
 # ------------------------------------------------------------------------------------- judging
@@ -516,6 +645,7 @@ class _Cases:
     device: str
     expected: Signature
     budget: Budget
+    conversion: Budget | None = None
 
     def _case(self, output: str, verdict: Verdict, **fields: Any) -> CaseReport:
         is_float = self.expected.output(output).dtype.startswith("float")
@@ -542,6 +672,8 @@ class _Cases:
         metrics = meter.metrics()
         is_float = self.expected.output(name).dtype.startswith("float")
         faults = list(self._faults(meter, metrics, name, is_float, constant))
+        if gathered.eager_meter is not None:
+            faults += self._conversion_faults(gathered.eager_meter, name, is_float)
         flags = list(_flags(meter, name, is_float, constant))
         return self._case(
             name,
@@ -549,7 +681,20 @@ class _Cases:
             reasons=tuple(faults + flags),
             metrics=metrics,
             split=gathered.split(self.model.recipe != "float32"),
+            against_eager=gathered.eager_meter.metrics() if gathered.eager_meter else None,
         )
+
+    def _conversion_faults(self, meter: OutputMeter, name: str, is_float: bool) -> Iterator[Reason]:
+        """What the float file breaks against the float32 module: the conversion's own fault."""
+        if self.conversion is None or self.model.recipe != "float32":
+            return
+        metrics = meter.metrics()
+        for bound in self.conversion.bounds(name, is_float=is_float):
+            if text := bound.check(metrics):
+                where = (
+                    f"against the torch module in float32 (worst sample '{metrics.worst_sample}')"
+                )
+                yield Reason(code="conversion", text=f"conversion: {text} {where}")
 
     def _faults(
         self,
