@@ -36,6 +36,7 @@ from tpu2edge.errors import (
     error_from_json,
 )
 from tpu2edge.export import blame, dynamic_sizes, rewrites
+from tpu2edge.export.loops import outline_loops
 from tpu2edge.export.own_outputs import own_outputs
 from tpu2edge.types import Dim, LayerSource, Note, Progress, Signature, no_progress
 
@@ -152,6 +153,8 @@ def lower_programs(
         try:
             merged = toolkit.converter.merge_modules(modules)
             merged = toolkit.to_tfl(merged, context)
+            with context:
+                outline_loops(toolkit.ir, _operation(merged))
             if any(toolkit.is_by_reference(attr) for attr in constants.constant_cache.values()):
                 merged = toolkit.fold(merged, context, notes)
             with context:
@@ -358,6 +361,7 @@ class _Toolkit:
         self._runtime_fold = runtime_fold
         self._torch_tfl = torch_tfl
         self._signature: Signature | None = None  # of the program that is being lowered
+        rewrites.add_lowerings(backend.lowerings.lower)
 
     def convert_passes(self, program: ExportedProgram, dynamic: bool) -> ExportedProgram:
         with contextlib.ExitStack() as stack:

@@ -18,10 +18,12 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.nn.utils.rnn import PackedSequence
 
 from tpu2edge.errors import DataError, ExportError, OptionError, Place, Tpu2EdgeError
 from tpu2edge.export import blame, half_precision, names, oracle
 from tpu2edge.export.prepare import prepare_module
+from tpu2edge.export.rewrites import recurrent
 from tpu2edge.types import Array, Dim, Note, Signature, Tensors, TensorSpec
 
 __all__ = ["TracedProgram", "keep_global_state", "trace_module", "trace_program"]
@@ -352,7 +354,7 @@ def _export(
     flat: _Flat, tensors: tuple[torch.Tensor, ...], shapes: tuple[tuple[dict[int, Any], ...]] | None
 ) -> ExportedProgram:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), recurrent.quick_shapes():
             return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
     except Tpu2EdgeError:
         raise
@@ -372,6 +374,12 @@ def _export_error(err: Exception, inner: nn.Module, dynamic: bool) -> ExportErro
             "out of the model",
             place=place,
         )
+    if _holds_packed_sequence(err):
+        return ExportError(
+            "the model packs sequences of different lengths (PackedSequence), which is not one graph",
+            do="feed the padded tensor to the recurrent layer, or export one length",
+            place=place,
+        )
     if dynamic and kind in ("UserError", "ConstraintViolationError"):
         return ExportError(
             f"the dynamic dimensions do not fit the model: {_first_lines(text)}",
@@ -383,6 +391,15 @@ def _export_error(err: Exception, inner: nn.Module, dynamic: bool) -> ExportErro
         do="change this line, or leave this part out of the exported module",
         place=place,
     )
+
+
+def _holds_packed_sequence(err: BaseException) -> bool:
+    trace = err.__traceback__
+    while trace is not None:
+        if any(isinstance(value, PackedSequence) for value in trace.tb_frame.f_locals.values()):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _first_lines(text: str, count: int = 3) -> str:

@@ -9,6 +9,9 @@ three points, whichever is the simplest for its kind:
    NotImplemented leaves this call as it would have been.
 3. ``on_decomposed``: on the graph in core operators, just before it is lowered.
 
+A rewrite can bring operators of its own, and for each a function that emits StableHLO
+(``lowerings``).
+
 The graph is always a copy of our own. Graph functions change it in place and give the number of
 places; a Note tells the user. Every row has a test with values from PyTorch.
 """
@@ -22,10 +25,17 @@ from typing import Any
 
 from torch.export import ExportedProgram
 
-from tpu2edge.export.rewrites import fold_batch_norm
+from tpu2edge.export.rewrites import fold_batch_norm, recurrent
 from tpu2edge.types import Note
 
-__all__ = ["REWRITES", "Rewrite", "add_decompositions", "on_decomposed", "on_exported"]
+__all__ = [
+    "REWRITES",
+    "Rewrite",
+    "add_decompositions",
+    "add_lowerings",
+    "on_decomposed",
+    "on_exported",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +47,7 @@ class Rewrite:
     on_exported: Callable[[ExportedProgram], int] | None = None
     decompositions: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
     on_decomposed: Callable[[ExportedProgram], int] | None = None
+    lowerings: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
 
 
 REWRITES: tuple[Rewrite, ...] = (
@@ -45,6 +56,13 @@ REWRITES: tuple[Rewrite, ...] = (
         why="large constants are handed to the converter by reference and not folded there: a "
         "ResNet-50 would keep its 53 multiplications and run at half the speed",
         on_exported=fold_batch_norm.apply,
+    ),
+    Rewrite(
+        name="recurrent-loop",
+        why="LSTM, GRU and RNN are taken apart step by step: size and conversion time grow with "
+        "the sequence (64 steps of a two-layer LSTM: 4,104 operators)",
+        decompositions=recurrent.DECOMPOSITIONS,
+        lowerings=recurrent.LOWERINGS,
     ),
 )
 
@@ -56,6 +74,7 @@ def on_exported(program: ExportedProgram, notes: list[Note]) -> None:
         count = rewrite.on_exported(program) if rewrite.on_exported else 0
         count += sum(used[op] for op in rewrite.decompositions)
         _note(rewrite, count, notes)
+    recurrent.note_unrolled(program, notes)
 
 
 def add_decompositions(table: Any) -> Any:
@@ -64,6 +83,13 @@ def add_decompositions(table: Any) -> Any:
         for op, function in rewrite.decompositions.items():
             table[op] = _Chained(function, op, table.get(op))
     return table
+
+
+def add_lowerings(register: Callable[[Any], Callable[[Any], Any]]) -> None:
+    """Give litert-torch's ``register`` (a decorator maker) the rewrites' own operators."""
+    for rewrite in REWRITES:
+        for op, function in rewrite.lowerings.items():
+            register(op)(function)
 
 
 def on_decomposed(program: ExportedProgram, notes: list[Note]) -> None:
