@@ -38,6 +38,7 @@ from tpu2edge.errors import (
 from tpu2edge.export import blame, dynamic_sizes, rewrites
 from tpu2edge.export.loops import outline_loops
 from tpu2edge.export.own_outputs import own_outputs
+from tpu2edge.export.rewrites import native
 from tpu2edge.types import Dim, LayerSource, Note, Progress, Signature, no_progress
 
 __all__ = ["Lowered", "Loweree", "lower_isolated", "lower_programs"]
@@ -362,6 +363,7 @@ class _Toolkit:
         self._torch_tfl = torch_tfl
         self._signature: Signature | None = None  # of the program that is being lowered
         rewrites.add_lowerings(backend.lowerings.lower)
+        native.register()
 
     def convert_passes(self, program: ExportedProgram, dynamic: bool) -> ExportedProgram:
         with contextlib.ExitStack() as stack:

@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tpu2edge.errors import ConversionError, LoweringError, OptionError, Place, Tpu2EdgeError
 from tpu2edge.types import Array, HloArgument, Note, StableHlo, TensorSpec
