@@ -49,7 +49,16 @@ _BY_REFERENCE_BYTES = 1 << 20
 
 # Programs with these operators are decomposed before litert-torch's layout pass looks for places
 # where NCHW can become NHWC; others gain nothing from that retrace (same file, measured on BERT).
-_LAYOUT_OPS = ("conv", "pool", "norm", "upsample", "interpolate", "grid_sampler", "pixel_shuffle")
+_LAYOUT_OPS = (
+    "conv",
+    "pool",
+    "norm",
+    "upsample",
+    "interpolate",
+    "grid_sampler",
+    "pixel_shuffle",
+    "aten.pad",
+)
 
 aten = torch.ops.aten
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,14 @@ from tpu2edge.export.rewrites import (
     scattering,
     sorting,
 )
+    convolution,
+    fold_batch_norm,
+    pad,
+    pooling,
+    resize,
+    windows,
+)
+from tpu2edge.export.rewrites.splice import apply_table
 from tpu2edge.types import Note
 
 __all__ = [
@@ -120,6 +129,37 @@ REWRITES: tuple[Rewrite, ...] = (
         name="counting",
         why="histograms, bins, grouped products and most cumulative operators have no lowering",
         decompositions=counting.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="convolution",
+        why="transposed convolutions with padding, dilation or groups, and grouped ones in three "
+        "dimensions, do not convert (some crash the converter)",
+        decompositions=convolution.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="pad",
+        why="PAD takes five dimensions and no small integers; reflected, repeated and circular pads "
+        "become index arithmetic and GATHER_ND, or do not convert",
+        decompositions=pad.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="windows",
+        why="unfold pads tensors of more dimensions than PAD takes, fold scatters, REVERSE_V2 takes "
+        "neighbouring axes only, BROADCAST_TO eight dimensions",
+        on_exported=partial(apply_table, table=windows.SPLICES),
+        decompositions=windows.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="pooling",
+        why="three-dimensional, dilated, ragged and adaptive pooling become REDUCE_WINDOW or gather, "
+        "or do not convert, and the indices of maxima come out wrong",
+        on_exported=pooling.apply,
+    ),
+    Rewrite(
+        name="resize",
+        why="RESIZE_BILINEAR ignores a given scale factor (wrong numbers); antialiased and other "
+        "interpolations have no lowering, or gather",
+        on_exported=resize.apply,
     ),
 )
 
