@@ -18,10 +18,12 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.nn.utils.rnn import PackedSequence
 
 from tpu2edge.errors import DataError, ExportError, OptionError, Place, Tpu2EdgeError
 from tpu2edge.export import blame, half_precision, names, oracle
 from tpu2edge.export.prepare import prepare_module
+from tpu2edge.export.rewrites import recurrent
 from tpu2edge.types import Array, Dim, Note, Signature, Tensors, TensorSpec
 
 __all__ = ["TracedProgram", "keep_global_state", "trace_module", "trace_program"]
@@ -159,6 +161,7 @@ def trace_module(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic: Mapping[str, Mapping[int, Dim]] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
     signature_name: str = "serving_default",
 ) -> TracedProgram:
     """``module`` traced on the example inputs; the module and its random state stay as they were.
@@ -168,6 +171,7 @@ def trace_module(
         args: example positional inputs.
         kwargs: example keyword inputs.
         dynamic: for each input name, which axes may change between which sizes.
+        shapes: other shapes of inputs than the example's, which is repeated or cut along its axes.
         signature_name: the name of the entry in the LiteRT file.
 
     Raises:
@@ -178,16 +182,17 @@ def trace_module(
     with keep_global_state():
         prepared = prepare_module(module)
         layout = names.call_layout(prepared.module.forward, args, kwargs or {})
+        layout = replace(layout, tensors=_reshaped(layout, shapes or {}))
         notes = list(prepared.notes)
         tensors = tuple(
             _edge_input(name, tensor, notes)
             for name, tensor in zip(layout.names, layout.tensors, strict=True)
         )
-        shapes = _dynamic_shapes(layout.names, tensors, dynamic or {})
+        symbols = _dynamic_shapes(layout.names, tensors, dynamic or {})
         tensors = _roomy(tensors, layout.names, dynamic or {})
         flat = _Flat(prepared.module, layout).eval()
         try:
-            program = _export(flat, tensors, shapes)
+            program = _export(flat, tensors, symbols)
         except ExportError:
             if not prepared.half_dtypes:
                 raise
@@ -196,7 +201,7 @@ def trace_module(
             own = prepare_module(module, keep_half=True)
             flat = _Flat(own.module, layout).eval()
             given = _roomy(layout.tensors, layout.names, dynamic or {})
-            program = _export(flat, tuple(t.detach().cpu() for t in given), shapes)
+            program = _export(flat, tuple(t.detach().cpu() for t in given), symbols)
     notes.extend(flat.seen.left_out)
     half = half_precision.compute_in_float32(program)
     if half:
@@ -275,6 +280,32 @@ def _edge_input(name: str, tensor: torch.Tensor, notes: list[Note]) -> torch.Ten
     return tensor
 
 
+def _reshaped(
+    layout: names.CallLayout, shapes: Mapping[str, Sequence[int]]
+) -> tuple[torch.Tensor, ...]:
+    """The example in the shapes that are asked for."""
+    for name in shapes:
+        if name not in layout.names:
+            raise OptionError(
+                f"--shapes names no input '{name}'", do=f"inputs: {list(layout.names)}"
+            )
+    out: list[torch.Tensor] = []
+    for name, tensor in zip(layout.names, layout.tensors, strict=True):
+        wanted = tuple(shapes.get(name, tensor.shape))
+        if len(wanted) != tensor.dim() or (tensor.numel() == 0 and wanted != tensor.shape):
+            raise OptionError(
+                f"--shapes: the example of input '{name}' has the shape {list(tensor.shape)}, "
+                f"which cannot become {list(wanted)}",
+                do="give as many sizes as the input has axes",
+            )
+        for axis, size in enumerate(wanted):
+            if tensor.shape[axis] != size:
+                places = torch.arange(size, device=tensor.device) % tensor.shape[axis]
+                tensor = tensor.detach().index_select(axis, places)
+        out.append(tensor)
+    return tuple(out)
+
+
 def _dynamic_shapes(
     input_names: tuple[str, ...],
     tensors: tuple[torch.Tensor, ...],
@@ -323,7 +354,7 @@ def _export(
     flat: _Flat, tensors: tuple[torch.Tensor, ...], shapes: tuple[tuple[dict[int, Any], ...]] | None
 ) -> ExportedProgram:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), recurrent.quick_shapes():
             return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
     except Tpu2EdgeError:
         raise
@@ -343,6 +374,12 @@ def _export_error(err: Exception, inner: nn.Module, dynamic: bool) -> ExportErro
             "out of the model",
             place=place,
         )
+    if _holds_packed_sequence(err):
+        return ExportError(
+            "the model packs sequences of different lengths (PackedSequence), which is not one graph",
+            do="feed the padded tensor to the recurrent layer, or export one length",
+            place=place,
+        )
     if dynamic and kind in ("UserError", "ConstraintViolationError"):
         return ExportError(
             f"the dynamic dimensions do not fit the model: {_first_lines(text)}",
@@ -354,6 +391,15 @@ def _export_error(err: Exception, inner: nn.Module, dynamic: bool) -> ExportErro
         do="change this line, or leave this part out of the exported module",
         place=place,
     )
+
+
+def _holds_packed_sequence(err: BaseException) -> bool:
+    trace = err.__traceback__
+    while trace is not None:
+        if any(isinstance(value, PackedSequence) for value in trace.tb_frame.f_locals.values()):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _first_lines(text: str, count: int = 3) -> str:

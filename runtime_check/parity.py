@@ -126,6 +126,7 @@ class CaseReport:
             "metrics": self.metrics.to_json() if self.metrics else None,
             "against_eager": self.against_eager.to_json() if self.against_eager else None,
             "error_split": split,
+            "in_words": _in_words(self),
         }
 
     @classmethod
@@ -188,19 +189,32 @@ class ParityReport:
     @property
     def words(self) -> tuple[str, ...]:
         """Whose error it is, one sentence for each model and output that has an error split."""
-        return tuple(text for case in self.cases if (text := _in_words(case)) is not None)
+        return tuple(
+            f"{case.recipe} on {case.device}, '{case.output}': {text}"
+            for case in self.cases
+            if (text := _in_words(case)) is not None
+        )
 
     @property
     def exit_code(self) -> int:
         """0 all PASS, 1 a FAIL, 4 an ERROR."""
         return {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.ERROR: 4}[self.verdict]
 
-    def case(self, output: str, *, recipe: str = "float32", device: str = "host") -> CaseReport:
-        """The case of one output; KeyError if there is none."""
+    def case(
+        self,
+        output: str,
+        *,
+        recipe: str = "float32",
+        device: str = "host",
+        signature: str | None = None,
+    ) -> CaseReport:
+        """The case of one output, of the first signature that has it; KeyError if there is none."""
         for case in self.cases:
-            if (case.output, case.recipe, case.device) == (output, recipe, device):
+            if (case.output, case.recipe, case.device) == (output, recipe, device) and (
+                signature in (None, case.signature)
+            ):
                 return case
-        raise KeyError((output, recipe, device))
+        raise KeyError((output, recipe, device, signature))
 
     def to_json(self, *, times: bool = True) -> dict[str, Any]:
         """Plain data; without ``times`` the same check gives the same data."""
@@ -229,7 +243,7 @@ class ParityReport:
         )
 
     def merged(self, other: ParityReport) -> ParityReport:
-        """Both reports as one; they must be against the same reference."""
+        """Both reports as one; the line on the reference is this one's."""
         return replace(self, cases=self.cases + other.cases, times={**self.times, **other.times})
 
 
@@ -242,18 +256,29 @@ _STEP_WORDS = {
 
 
 def _in_words(case: CaseReport) -> str | None:
+    """Which step spends most of the error, how large the others are, and what that means."""
     split = case.split
-    if split is None or not math.isfinite(getattr(split, f"{split.largest}_db")):
+    if split is None:
         return None
-    what = f"{case.recipe} on {case.device}, '{case.output}'"
-    size = getattr(split, f"{split.largest}_db")
-    text = f"{what}: the largest step is {_STEP_WORDS[split.largest]} ({size:.1f} dB)"
+    steps = {
+        name: value for name in _STEP_WORDS if (value := getattr(split, f"{name}_db")) is not None
+    }
+    largest = split.largest
+    others = ", ".join(f"{name} {_shown(v)}" for name, v in steps.items() if name != largest)
+    text = f"the largest step of the error is {_STEP_WORDS[largest]}: {_shown(steps[largest])}"
+    text += f" ({others})" if others else ""
     if split.tpu_db is not None and split.edge_db is not None:
-        near = f"{split.edge_db:.1f} dB" if math.isfinite(split.edge_db) else "not at all"
-        text += f"; the TPU is {split.tpu_db:.1f} dB from float64, the file {near}"
+        text += (
+            f"; from float64 the TPU is {_shown(split.tpu_db)} away, the file "
+            f"{_shown(split.edge_db)}"
+        )
         if split.as_right_as_tpu:
             text += ": the file is as right as the TPU"
     return text
+
+
+def _shown(value: float) -> str:
+    return f"{value:.1f} dB" if math.isfinite(value) else f"{value} dB"
 
 
 def check_model(
@@ -271,6 +296,7 @@ def check_model(
     threads: int | None = None,
     signature: str | None = None,
     constant_outputs: frozenset[str] = frozenset(),
+    other_outputs: frozenset[str] = frozenset(),
     keep: Path | None = None,
     log: IO[bytes] | None = None,
     progress: Progress = no_progress,
@@ -293,6 +319,7 @@ def check_model(
         threads: LiteRT threads.
         signature: the signature to check; the reference's own name by default.
         constant_outputs: outputs known not to depend on any input.
+        other_outputs: outputs of the file's other signatures, which the budget may name, too.
         keep: folder to keep the file's outputs in, as a reference of provider "litert".
         log: where the worker's stderr goes.
         progress: told about each sample.
@@ -306,8 +333,9 @@ def check_model(
     """
     expected = reference.signature
     names = [spec.name for spec in expected.outputs]
-    if unknown := budget.unknown_outputs(names):
-        raise OptionError(f"--budget names no output {unknown}", do=f"outputs: {names}")
+    known = [*names, *sorted(other_outputs - set(names))]
+    if unknown := budget.unknown_outputs(known):
+        raise OptionError(f"--budget names no output {unknown}", do=f"outputs: {known}")
     constant = constant_outputs | budget.may_be_constant
     cases = _Cases(model, device, expected, budget, conversion if eager is not None else None)
     if not len(reference):
@@ -338,7 +366,8 @@ def check_model(
                 _Side(oracle, eager, floor or {}, float_outputs, keep, model.recipe),
                 lambda done: progress(stage, done, len(reference)),
             )
-            times[f"{model.path.name}@{device}"] = {
+            which = f"#{actual.name}" if len(session.signatures) > 1 else ""
+            times[f"{model.path.name}@{device}{which}"] = {
                 **session.times,
                 "peak_rss_kb": session.peak_rss_kb,
             }

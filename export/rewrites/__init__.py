@@ -9,15 +9,18 @@ three points, whichever is the simplest for its kind:
    NotImplemented leaves this call as it would have been.
 3. ``on_decomposed``: on the graph in core operators, just before it is lowered.
 
+A rewrite can bring operators of its own, and for each a function that emits StableHLO
+(``lowerings``).
+
 The graph is always a copy of our own. Graph functions change it in place and give the number of
 places; a Note tells the user. Every row has a test with values from PyTorch.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,19 +28,33 @@ from torch.export import ExportedProgram
 
 from tpu2edge.export.rewrites import (
     broadcast_transpose,
+    convolution,
     counting,
     data_dependent,
     fold_batch_norm,
     indexing,
     integers,
     nearest,
+    pad,
     pool_indices,
+    pooling,
+    recurrent,
+    resize,
     scattering,
     sorting,
+    windows,
 )
+from tpu2edge.export.rewrites.splice import apply_table
 from tpu2edge.types import Note
 
-__all__ = ["REWRITES", "Rewrite", "add_decompositions", "on_decomposed", "on_exported"]
+__all__ = [
+    "REWRITES",
+    "Rewrite",
+    "add_decompositions",
+    "add_lowerings",
+    "on_decomposed",
+    "on_exported",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +66,7 @@ class Rewrite:
     on_exported: Callable[[ExportedProgram], int] | None = None
     decompositions: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
     on_decomposed: Callable[[ExportedProgram], int] | None = None
+    lowerings: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
 
 
 REWRITES: tuple[Rewrite, ...] = (
@@ -70,6 +88,13 @@ REWRITES: tuple[Rewrite, ...] = (
         why="large constants are handed to the converter by reference and not folded there: a "
         "ResNet-50 would keep its 53 multiplications and run at half the speed",
         on_exported=fold_batch_norm.apply,
+    ),
+    Rewrite(
+        name="recurrent-loop",
+        why="LSTM, GRU and RNN are taken apart step by step: size and conversion time grow with "
+        "the sequence (64 steps of a two-layer LSTM: 4,104 operators)",
+        decompositions=recurrent.DECOMPOSITIONS,
+        lowerings=recurrent.LOWERINGS,
     ),
     Rewrite(
         name="broadcast-transpose",
@@ -105,6 +130,7 @@ REWRITES: tuple[Rewrite, ...] = (
         name="index",
         why="reads by index become GATHER_ND with SELECT and BROADCAST_TO, which delegates leave to "
         "the CPU; GATHER does the same",
+        on_exported=indexing.selected,
         decompositions=indexing.DECOMPOSITIONS,
     ),
     Rewrite(
@@ -117,31 +143,66 @@ REWRITES: tuple[Rewrite, ...] = (
         why="histograms, bins, grouped products and most cumulative operators have no lowering",
         decompositions=counting.DECOMPOSITIONS,
     ),
+    Rewrite(
+        name="convolution",
+        why="transposed convolutions with padding, dilation or groups, and grouped ones in three "
+        "dimensions, do not convert (some crash the converter)",
+        decompositions=convolution.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="pad",
+        why="PAD takes five dimensions and no small integers; reflected, repeated and circular pads "
+        "become index arithmetic and GATHER_ND, or do not convert",
+        decompositions=pad.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="windows",
+        why="unfold pads tensors of more dimensions than PAD takes, fold scatters, REVERSE_V2 takes "
+        "neighbouring axes only, BROADCAST_TO eight dimensions",
+        on_exported=partial(apply_table, table=windows.SPLICES),
+        decompositions=windows.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="pooling",
+        why="three-dimensional, dilated, ragged and adaptive pooling become REDUCE_WINDOW or gather, "
+        "or do not convert, and the indices of maxima come out wrong",
+        on_exported=pooling.apply,
+    ),
+    Rewrite(
+        name="resize",
+        why="RESIZE_BILINEAR ignores a given scale factor (wrong numbers); antialiased and other "
+        "interpolations have no lowering, or gather",
+        on_exported=resize.apply,
+    ),
 )
 
 
 def on_exported(program: ExportedProgram, notes: list[Note]) -> None:
-    """Run the graph rewrites of the first kind, in the table's order, and note the second kind."""
-    used = Counter(node.target for node in program.graph.nodes if node.op == "call_function")
+    """Run the graph rewrites of the first kind, in the table's order."""
     for rewrite in REWRITES:
-        count = rewrite.on_exported(program) if rewrite.on_exported else 0
-        count += sum(used[op] for op in rewrite.decompositions)
-        _note(rewrite, count, notes)
+        if rewrite.on_exported is not None:
+            _note(rewrite, rewrite.on_exported(program), notes)
 
 
-def add_decompositions(table: Any) -> Any:
-    """``table`` (operator -> function) with the rewrites' functions before its own."""
+def add_decompositions(table: Any, applied: set[str]) -> Any:
+    """``table`` (operator -> function) with the rewrites' functions before its own.
+
+    The names of rewrites whose functions are used are added to ``applied``.
+    """
     for rewrite in REWRITES:
         for op, function in rewrite.decompositions.items():
-            table[op] = _Chained(function, op, table.get(op))
+            table[op] = _Chained(function, op, table.get(op), rewrite.name, applied)
     return table
 
 
-def on_decomposed(program: ExportedProgram, notes: list[Note]) -> None:
-    """Run the graph rewrites of the third kind, in the table's order."""
+def on_decomposed(program: ExportedProgram, notes: list[Note], applied: set[str]) -> None:
+    """Run the graph rewrites of the third kind, and note those of the second kind."""
+    noted = {note.code for note in notes}
     for rewrite in REWRITES:
         if rewrite.on_decomposed is not None:
             _note(rewrite, rewrite.on_decomposed(program), notes)
+        elif rewrite.name in applied and f"rewrite-{rewrite.name}" not in noted:
+            notes.append(Note(code=f"rewrite-{rewrite.name}", text=f"{rewrite.name}: applied"))
 
 
 def _note(rewrite: Rewrite, count: int, notes: list[Note]) -> None:
@@ -156,14 +217,17 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 class _Chained:
     """A rewrite's function, and what would have been done where it does not apply."""
 
-    def __init__(self, function: Callable[..., Any], op: Any, usual: Any) -> None:
-        self._function, self._op = function, op
+    def __init__(
+        self, function: Callable[..., Any], op: Any, usual: Any, name: str, applied: set[str]
+    ) -> None:
+        self._function, self._op, self._name, self._applied = function, op, name, applied
         # While a program is decomposed, op.decompose() would lead back here.
         self._usual = usual or op.py_kernels.get(_COMPOSITE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self._function(*args, **kwargs)
         if result is not NotImplemented:
+            self._applied.add(self._name)
             return result
         if self._usual is not None:
             return self._usual(*args, **kwargs)

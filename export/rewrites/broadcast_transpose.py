@@ -67,9 +67,7 @@ def apply(program: ExportedProgram) -> int:
         if node.target in _PERMUTES and spread.intersection(node.all_input_nodes):
             node = _replace(node, native.transpose, _dims(node))
             count += 1
-        if _broadcasts(node) or (
-            _carries(node) and not spread.isdisjoint(node.all_input_nodes)
-        ):
+        if _broadcasts(node) or (_carries(node) and not spread.isdisjoint(node.all_input_nodes)):
             spread.add(node)
     if spread:
         count += _opaque(graph, spread)

@@ -124,6 +124,7 @@ def _cumulative_extreme(x: torch.Tensor, dim: int, largest: bool) -> Any:
     if x.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int64):
         values = values.to(torch.int32)
     size = values.shape[-1]
+
     def combine(earlier: Any, later: Any) -> Any:
         # The later one of equals, and a NaN from where it first came, as PyTorch has them.
         (old, old_place), (new, new_place) = earlier, later
@@ -184,8 +185,10 @@ def _cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> A
     if kind.is_floating_point:
         return NotImplemented if x.dtype is kind else aten.cumsum.default(x.to(kind), dim)
     if x.dtype is torch.int32:
-        return NotImplemented if kind is torch.int32 else (
-            aten.cumsum.default(x, dim, dtype=torch.int32).to(kind)
+        return (
+            NotImplemented
+            if kind is torch.int32
+            else (aten.cumsum.default(x, dim, dtype=torch.int32).to(kind))
         )
     return aten.cumsum.default(x.to(torch.int32), dim, dtype=torch.int32).to(kind)
 

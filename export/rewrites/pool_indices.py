@@ -228,10 +228,7 @@ def _adaptive(x: torch.Tensor, sizes: Any) -> Any:
     if not static(*x.shape, *sizes):
         return NotImplemented
     windows = [
-        [
-            list(range(i * size // count, -((-(i + 1) * size) // count)))
-            for i in range(count)
-        ]
+        [list(range(i * size // count, -((-(i + 1) * size) // count))) for i in range(count)]
         for size, count in zip(x.shape[x.dim() - rank :], sizes, strict=True)
     ]
     best, index = _best(x, windows)
@@ -242,8 +239,16 @@ def _adaptive(x: torch.Tensor, sizes: Any) -> Any:
     return best, index
 
 
-def _dilated_pool(x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = 0,
-                  dilation: Any = 1, ceil_mode: bool = False, *, rank: int) -> Any:
+def _dilated_pool(
+    x: torch.Tensor,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    *,
+    rank: int,
+) -> Any:
     dilation = _each(dilation, rank)
     if max(dilation) == 1 or not static(*x.shape):
         return NotImplemented
@@ -304,7 +309,11 @@ def _unpool2d(x: torch.Tensor, indices: torch.Tensor, sizes: Sequence[int]) -> A
 
 
 def _unpool3d(
-    x: torch.Tensor, indices: torch.Tensor, sizes: Sequence[int], stride: Any = (), padding: Any = ()
+    x: torch.Tensor,
+    indices: torch.Tensor,
+    sizes: Sequence[int],
+    stride: Any = (),
+    padding: Any = (),
 ) -> Any:
     return _unpool(x, indices, sizes, 3)
 

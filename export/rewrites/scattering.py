@@ -401,7 +401,9 @@ def _masks_and_numbers(
     return torch.where(hit, x + value if accumulate else value, x)
 
 
-def _put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> Any:
+def _put(
+    x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False
+) -> Any:
     if not static(*x.shape, *index.shape):
         return NotImplemented
     flat = from_the_end(index.reshape(-1), x.numel())

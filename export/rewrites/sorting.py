@@ -51,9 +51,7 @@ def _sort_stable(
     return _sort(x, dim, descending)
 
 
-def _topk(
-    x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> Any:
+def _topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64)
     if not isinstance(k, int):

@@ -7,20 +7,31 @@ the same from what the command line was given.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
 import re
 import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from tpu2edge import bundle as bundles
+from tpu2edge import references
 from tpu2edge.bundle import Bundle, load_bundle
-from tpu2edge.errors import BundleError, DataError, OptionError, Place, Tpu2EdgeError
+from tpu2edge.errors import (
+    BundleError,
+    ConversionError,
+    DataError,
+    DeviceError,
+    OptionError,
+    Place,
+    Tpu2EdgeError,
+)
 from tpu2edge.files import canonical_json, sha256_of, write_atomically
 from tpu2edge.types import (
     Dim,
@@ -40,8 +51,9 @@ if TYPE_CHECKING:
 
     from tpu2edge.export.program import TracedProgram
     from tpu2edge.runtime_check.budget import Budget
-    from tpu2edge.runtime_check.parity import ParityReport
-    from tpu2edge.runtime_check.reference import Reference
+    from tpu2edge.runtime_check.metrics import OutputMetrics
+    from tpu2edge.runtime_check.parity import CaseReport, ParityReport
+    from tpu2edge.runtime_check.reference import Reference, ReferenceWriter
 
 __all__ = [
     "CheckRequest",
@@ -76,6 +88,7 @@ class ExportRequest:
     inputs: tuple[Path, ...] = ()
     num_samples: int = 8
     dynamic: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
     signature_name: str = "serving_default"
     recipes: tuple[str, ...] = ("float32",)
     budgets: tuple[str, ...] = ()
@@ -83,6 +96,7 @@ class ExportRequest:
     threads: int | None = None
     seed: int = 0
     force: bool = False
+    reference: str | None = None  # a word or a path, see references.py; None: the usual one
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; paths as text."""
@@ -98,7 +112,8 @@ class ExportRequest:
                 "checkpoint": Path(data["checkpoint"]) if data["checkpoint"] else None,
                 "inputs": tuple(Path(p) for p in data["inputs"]),
                 **{
-                    name: tuple(data[name]) for name in ("dynamic", "recipes", "budgets", "devices")
+                    name: tuple(data[name])
+                    for name in ("dynamic", "shapes", "recipes", "budgets", "devices")
                 },
             }
         )
@@ -147,16 +162,18 @@ def _request_json(request: ExportRequest | CheckRequest) -> dict[str, Any]:
 
 
 def export_model(
-    module: torch.nn.Module | torch.export.ExportedProgram,
+    module: torch.nn.Module | torch.export.ExportedProgram | Mapping[str, tuple[Any, ...]],
     args: tuple[Any, ...] | torch.Tensor | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
     output: Path | str,
     recipes: Sequence[str] = ("float32",),
     budget: Budget | str | Sequence[str] | None = None,
+    reference: Reference | Path | str = "eager",
     samples: Sequence[Sample | Mapping[str, Any]] | None = None,
     num_samples: int = 8,
     dynamic: Mapping[str, Mapping[int, Dim]] | None = None,
+    shapes: Mapping[str, Sequence[Sequence[int]]] | None = None,
     signature_name: str = "serving_default",
     devices: Sequence[str] = ("host",),
     threads: int | None = None,
@@ -173,16 +190,25 @@ def export_model(
     runs a ``.tflite`` have processes of their own, so what kills them does not kill the training.
 
     Args:
-        module: a torch module on any device and in any mode, or an ExportedProgram.
+        module: a torch module on any device and in any mode, an ExportedProgram, or, for several
+            signatures in one file, ``{"encode": (model.encode, args), "decode": (decoder, args,
+            kwargs)}``: modules, or methods of modules; weights they share are stored once.
         args: example positional inputs (a lone tensor counts as one); an ExportedProgram has its own.
         kwargs: example keyword inputs.
         output: the folder to make; it appears in one rename when all is done.
         recipes: names of recipes, "float32" or those of ai-edge-quantizer.
         budget: bounds for all recipes, as a Budget or as text ("sqnr>=30dB"); defaults by recipe.
+        reference: what the numbers are held to: "eager" (the module in float32), "f64",
+            "tpu-emulated[:v5e][@high]", "tpu-emulated-naive", "auto" (predicted for v5e if the extra
+            "tpu" is installed), or a captured Reference or its folder, which brings its own samples.
         samples: inputs to check with, by input name (arrays or tensors); else the example and seeded
-            variations of it, and the report says that the data is synthetic.
+            variations of it, and the report says that the data is synthetic. With several
+            signatures each sample goes to those whose inputs it fits.
         num_samples: how many synthetic samples.
         dynamic: for each input name, which axes may change, e.g. ``{"x": {0: Dim(...)}}``.
+        shapes: for input names, several shapes each, ``{"x": [(1, 3, 8, 8), (4, 3, 8, 8)]}``: one
+            signature for each, the k-th shapes of all inputs together. The first is called
+            ``signature_name``, others have their shapes behind it, ``serving_default_4x3x8x8``.
         signature_name: name of the entry in the file.
         devices: where to check; "host" is this machine.
         threads: LiteRT threads.
@@ -200,8 +226,6 @@ def export_model(
         ConversionError: the model cannot be exported or converted (exit status 3).
         InputError: the inputs, options or the output folder do not fit (exit status 2).
     """
-    from tpu2edge.export.program import trace_module, trace_program
-
     job = _Job(
         output=Path(output),
         recipes=_recipes(recipes),
@@ -214,38 +238,46 @@ def export_model(
         progress=_Stages(progress),
         on_note=on_note,
         log_path=log_path,
+        choice=_choice(reference),
         isolate=True,
     )
     bundles.refuse_existing(job.output, force=force)
+    entries: _Entries
+    if isinstance(module, Mapping):
+        from tpu2edge.export.sources import signatures_from_mapping
 
-    def traced() -> TracedProgram:
-        if hasattr(module, "graph_signature"):
-            return trace_program(module, signature_name=signature_name)  # type: ignore[arg-type]
-        if args is None and not kwargs:
+        if args is not None or kwargs:
+            raise DataError(
+                "example inputs were given beside a mapping of signatures",
+                do='put them into it: {"encode": (model.encode, (x,))}',
+            )
+        entries = signatures_from_mapping(module, "export_model")
+    else:
+        if not _is_program(module) and args is None and not kwargs:
             raise DataError("no example inputs were given", do="pass args=(tensor, …) or kwargs")
         given = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-        return trace_module(
-            module,  # type: ignore[arg-type]
-            given if args is not None else (),
-            kwargs,
-            dynamic=dynamic,
-            signature_name=signature_name,
-        )
+        entries = {signature_name: (module, given if args is not None else (), dict(kwargs or {}))}
 
-    def data(program: TracedProgram) -> _Data:
+    def data(programs: Sequence[TracedProgram]) -> list[_Data]:
+        if job.choice.kind == "given":
+            if samples is not None:
+                raise OptionError(
+                    "samples and a captured reference were both given",
+                    do="leave samples away: a reference brings its own",
+                )
+            return _replayed(programs, job.choice.path or reference, str(weights))
         if samples is None:
-            return _synthetic(program, num_samples, seed)
-        return _given(program, samples)
+            return [_synthetic(program, num_samples, seed) for program in programs]
+        return _given(programs, samples, num_samples, seed)
 
-    from tpu2edge.export.prepare import weights_digest
-
-    owner = module.module() if hasattr(module, "graph_signature") else module  # type: ignore[operator]
+    weights = _weights_of(entries)
     provenance = {
-        "source": {"origin": f"{type(owner).__module__}.{type(owner).__qualname__}"},
-        "weights_sha256": weights_digest(owner),  # type: ignore[arg-type]
+        "source": {"origin": _origin_of(entries)},
+        "weights_sha256": weights,
         "options": {"signature_name": signature_name, "num_samples": num_samples},
     }
-    return job.run(traced, data, provenance)
+    several = isinstance(module, Mapping)
+    return job.run(lambda: _trace(entries, dynamic, shapes, several), data, provenance)
 
 
 def export_source(
@@ -269,15 +301,14 @@ def export_source(
         progress=_Stages(progress),
         on_note=on_note,
         log_path=log_path,
+        choice=references.ReferenceChoice.parse(request.reference),
         isolate=False,
     )
     bundles.refuse_existing(request.output, force=request.force)
-    dynamic = parse_dynamic(request.dynamic)
+    dynamic, shapes = parse_dynamic(request.dynamic), parse_shapes(request.shapes)
     job.check_budgets()
     job.progress("import torch")
     from tpu2edge.export.checkpoints import checkpoint_digest, load_checkpoint
-    from tpu2edge.export.prepare import weights_digest
-    from tpu2edge.export.program import trace_module, trace_program
     from tpu2edge.export.sources import load_source
 
     job.progress("load model")
@@ -292,54 +323,197 @@ def export_source(
         },
     }
     if request.checkpoint is not None:
-        if loaded.module is None:
-            raise OptionError(
-                "--checkpoint goes with a module, not with a saved program",
-                do="leave --checkpoint away: the .pt2 file holds its weights",
-            )
         job.progress("load checkpoint")
-        notes.extend(load_checkpoint(loaded.module, request.checkpoint))
+        owner = _checkpoint_owner(loaded)
+        notes.extend(load_checkpoint(owner, request.checkpoint))
         provenance["checkpoint"] = {
             "name": request.checkpoint.name,
             "sha256": checkpoint_digest(request.checkpoint),
         }
-    owner = loaded.module if loaded.module is not None else loaded.program.module()  # type: ignore[union-attr]
-    provenance["weights_sha256"] = weights_digest(owner)
+    entries: _Entries
+    if loaded.signatures is not None:
+        entries = loaded.signatures
+    elif loaded.program is not None:
+        entries = {request.signature_name: (loaded.program, (), {})}
+    else:
+        entries = {request.signature_name: (loaded.module, loaded.args or (), loaded.kwargs)}
+    provenance["weights_sha256"] = _weights_of(entries)
 
-    def traced() -> TracedProgram:
-        if loaded.program is not None:
-            if dynamic:
-                raise OptionError(
-                    "--dynamic goes with a module, not with a saved program",
-                    do="give dynamic_shapes to torch.export.export before saving",
-                )
-            return trace_program(loaded.program, signature_name=request.signature_name)
-        if loaded.args is None and not loaded.kwargs:
+    def traced() -> list[TracedProgram]:
+        if loaded.module is not None and loaded.args is None and not loaded.kwargs:
             raise DataError(
                 f"'{request.source}' gives no example inputs",
                 do="let its function return (module, args), or define get_args() beside it",
             )
-        assert loaded.module is not None
-        return trace_module(
-            loaded.module,
-            loaded.args or (),
-            loaded.kwargs,
-            dynamic=dynamic,
-            signature_name=request.signature_name,
-        )
+        return _trace(entries, dynamic, shapes, loaded.signatures is not None)
 
-    def data(program: TracedProgram) -> _Data:
+    def data(programs: Sequence[TracedProgram]) -> list[_Data]:
+        if job.choice.kind == "given":
+            if request.inputs:
+                raise OptionError(
+                    "--inputs and a captured --reference were both given",
+                    do="leave --inputs away: a reference brings its own samples",
+                )
+            return _replayed(programs, job.choice.path, provenance["weights_sha256"])
         if not request.inputs:
-            return _synthetic(program, request.num_samples, request.seed)
-        from tpu2edge.runtime_check.samples import load_samples
-
-        noted: list[Note] = []
-        found = load_samples(request.inputs, program.signature.inputs, noted.append)
-        files = [{"name": path.name, "sha256": _digest(path)} for path in request.inputs]
-        extra = _dynamic_ends(program, request.seed)
-        return _Data([*found, *extra], {"kind": "files", "files": files}, noted)
+            return [_synthetic(program, request.num_samples, request.seed) for program in programs]
+        return _from_files(programs, request)
 
     return job.run(traced, data, provenance, notes)
+
+
+#: Name of a signature -> module, method of one, or saved program; its args and kwargs.
+_Entries = Mapping[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]
+
+
+def _is_program(target: Any) -> bool:
+    return hasattr(target, "graph_signature")
+
+
+def _trace(
+    entries: _Entries,
+    dynamic: Mapping[str, Mapping[int, Dim]] | None,
+    shapes: Mapping[str, Sequence[Sequence[int]]] | None,
+    several: bool,
+) -> list[TracedProgram]:
+    """One traced program a signature: the entries, or the only entry in several shapes."""
+    from tpu2edge.export.methods import module_of
+    from tpu2edge.export.program import trace_module, trace_program
+
+    for name in entries:
+        _refuse_signature_name(name, main=name == next(iter(entries)))
+    if shapes and (several or dynamic):
+        other = "--dynamic" if dynamic else "a mapping of signatures"
+        raise OptionError(
+            f"--shapes does not go with {other}", do="give a signature of its own for each shape"
+        )
+    if not several:
+        ((name, (target, args, kwargs)),) = entries.items()
+        if _is_program(target):
+            if dynamic or shapes:
+                raise OptionError(
+                    "--dynamic and --shapes go with a module, not with a saved program",
+                    do="give dynamic_shapes to torch.export.export before saving",
+                )
+            return [trace_program(target, signature_name=name)]
+        return [
+            trace_module(
+                module_of(target, name),
+                args,
+                kwargs,
+                dynamic=dynamic,
+                shapes=sizes,
+                signature_name=each,
+            )
+            for each, sizes in _named_shapes(name, shapes or {})
+        ]
+    programs: list[TracedProgram] = []
+    for name, (target, args, kwargs) in entries.items():
+        if not args and not kwargs:
+            raise DataError(f"signature '{name}' has no example inputs", do="give (module, args)")
+        module = module_of(target, name)
+        own = {key: axes for key, axes in (dynamic or {}).items() if _takes(module, key)}
+        programs.append(trace_module(module, args, kwargs, dynamic=own, signature_name=name))
+    known = {spec.name for program in programs for spec in program.signature.inputs}
+    if unknown := sorted(set(dynamic or {}) - known):
+        raise OptionError(f"--dynamic names no input {unknown}", do=f"inputs: {sorted(known)}")
+    return programs
+
+
+def _takes(module: torch.nn.Module, input_name: str) -> bool:
+    import inspect
+
+    return input_name.split(".")[0] in inspect.signature(module.forward).parameters
+
+
+_SIGNATURE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def _refuse_signature_name(name: str, *, main: bool) -> None:
+    """A further signature's reference has a folder of its name beside "oracle" and the samples."""
+    if main or (_SIGNATURE_NAME.fullmatch(name) and name != "oracle"):
+        return
+    raise OptionError(
+        f"a signature cannot be called '{name}'",
+        do="use letters, digits, '_', '-' and '.'; 'oracle' is taken",
+    )
+
+
+def _named_shapes(
+    name: str, shapes: Mapping[str, Sequence[Sequence[int]]]
+) -> list[tuple[str, dict[str, tuple[int, ...]]]]:
+    """The name of each signature and the shapes of its inputs."""
+    counts = {key: len(given) for key, given in shapes.items()}
+    if not counts:
+        return [(name, {})]
+    if len(set(counts.values())) > 1 or 0 in counts.values():
+        listed = ", ".join(f"{key}: {count}" for key, count in counts.items())
+        raise OptionError(
+            f"--shapes gives different numbers of shapes ({listed})",
+            do="give every input as many; the k-th shapes of all inputs belong together",
+        )
+    made: list[tuple[str, dict[str, tuple[int, ...]]]] = []
+    for index in range(next(iter(counts.values()))):
+        sizes = {key: tuple(int(s) for s in given[index]) for key, given in shapes.items()}
+        texts = ("x".join(map(str, size)) or "scalar" for size in sizes.values())
+        made.append(("_".join((name, *texts)) if index else name, sizes))
+    twice = [each for each, _ in made if [n for n, _ in made].count(each) > 1]
+    if twice or any(sizes == made[0][1] for _, sizes in made[1:]):
+        raise OptionError("--shapes gives the same shapes twice", do="give each once")
+    return made
+
+
+def _owners(entries: _Entries) -> list[Any]:
+    """The modules (or the program) whose weights the entries use, each once."""
+    from tpu2edge.export.methods import module_of, owner_of
+
+    found: dict[int, Any] = {}
+    for name, (target, _, _) in entries.items():
+        owner = target if _is_program(target) else owner_of(target) or module_of(target, name)
+        found[id(owner)] = owner
+    return list(found.values())
+
+
+def _weights_of(entries: _Entries) -> str:
+    import hashlib
+
+    from tpu2edge.export.prepare import weights_digest
+
+    digests = [
+        weights_digest(owner.module() if _is_program(owner) else owner)
+        for owner in _owners(entries)
+    ]
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("|".join(digests).encode()).hexdigest()
+
+
+def _origin_of(entries: _Entries) -> str:
+    names = []
+    for owner in _owners(entries):
+        kind = type(owner.module() if _is_program(owner) else owner)
+        names.append(f"{kind.__module__}.{kind.__qualname__}")
+    return ", ".join(names)
+
+
+def _checkpoint_owner(loaded: Any) -> torch.nn.Module:
+    """The one module that a checkpoint is for."""
+    if loaded.program is not None:
+        raise OptionError(
+            "--checkpoint goes with a module, not with a saved program",
+            do="leave --checkpoint away: the .pt2 file holds its weights",
+        )
+    if loaded.module is not None:
+        return loaded.module  # type: ignore[no-any-return]
+    owners = _owners(loaded.signatures)
+    if len(owners) != 1:
+        raise OptionError(
+            f"the signatures use {len(owners)} modules, so it is not known which one --checkpoint "
+            "is for",
+            do="make the signatures from methods of one module, or load the weights in the model "
+            "file",
+        )
+    return owners[0]  # type: ignore[no-any-return]
 
 
 def check_parity(
@@ -414,56 +588,74 @@ def check_target(
     devices = _devices(request.devices)
     progress("load")
     reports: list[ParityReport] = []
+    # What each signature is held to, and its outputs that depend on no input.
+    checks: list[tuple[_Truth, frozenset[str]]] = []
     if request.target.is_dir():
         bundle = load_bundle(request.target)
         stored = {entry["recipe"]: entry["budget"] for entry in bundle.manifest["models"]}
-        reference = Reference.load(request.reference) if request.reference else bundle.reference()
-        oracle = None if request.reference else bundle.reference("oracle")
-        constant = frozenset(bundle.manifest.get("constant_outputs", ()))
+        names = bundle.signatures if request.signature is None else (request.signature,)
+        if request.reference:
+            given = Reference.load(request.reference)
+            checks = [(_Truth(given, None), bundle.constant_outputs())]
+        else:
+            checks = [(_truth_of(bundle, name), bundle.constant_outputs(name)) for name in names]
         models: Sequence[EdgeModel] = bundle.models
         budgets = {
             m.recipe: _parse_budget(request.budgets, Budget.from_json(stored[m.recipe]))
             for m in models
         }
+        others = {spec.name for m in models for s in m.signatures for spec in s.outputs}
     else:
         if request.reference is None:
             raise OptionError(
                 "a .tflite alone has nothing to be compared with",
                 do="give --reference: a reference folder or a bundle",
             )
-        reference = _reference_of(request.reference)
-        oracle, constant = None, frozenset()
+        checks = [
+            (_Truth(found, None), frozenset[str]())
+            for found in _references_of(request.reference, request.signature)
+        ]
         models = (_edge_model(request.target),)
         budgets = {
             "float32": _parse_budget(request.budgets, default_budget("float32")),
         }
+        others = {spec.name for one, _ in checks for spec in one.reference.signature.outputs}
     with _log_stream(log_path) as log:
         for device in devices:
             for model in models:
-                reports.append(
-                    check_model(
+                for truth, constant in checks:
+                    report = check_model(
                         model,
-                        reference,
+                        truth.reference,
                         budgets[model.recipe],
-                        oracle=oracle,
+                        oracle=truth.oracle,
+                        eager=truth.eager,
+                        conversion=default_budget("float32"),
+                        floor=truth.floor,
                         device=device,
                         threads=_threads(request.threads),
                         signature=request.signature,
                         constant_outputs=constant,
+                        other_outputs=frozenset(others),
                         log=log,
                         progress=progress,
                     )
-                )
+                    reports.append(report)
     return _merged(reports)
 
 
-def _reference_of(path: Path) -> Reference:
+def _references_of(path: Path, signature: str | None) -> list[Reference]:
+    """All references of a bundle (that of ``signature``), or the one in a folder of its own."""
     from tpu2edge.runtime_check.reference import Reference
 
     inner = path / "reference"
     if inner.is_dir() and (path / "manifest.json").is_file():
-        return load_bundle(path).reference()
-    return Reference.load(path)
+        bundle = load_bundle(path)
+        if signature is not None and len(bundle.signatures) == 1:
+            return [bundle.reference()]  # the file may call it otherwise
+        names = bundle.signatures if signature is None else (signature,)
+        return [bundle.reference(signature=name) for name in names]
+    return [Reference.load(path)]
 
 
 def _edge_model(path: Path) -> EdgeModel:
@@ -487,6 +679,19 @@ class _Data:
     source: Mapping[str, Any]  # for the reference's manifest
     notes: Sequence[Note] = ()
     eager: Mapping[str, Tensors] = field(default_factory=dict)  # outputs known by sample id
+    given: Reference | None = None  # a captured reference that brought these samples
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One signature of the file, with what it is held to."""
+
+    program: TracedProgram
+    where: str  # folder of its reference in the bundle
+    truth: _Truth
+
+
+_KEPT = ".float"  # folder beside a reference for the float file's outputs, while a job runs
 
 
 class _Stages:
@@ -528,6 +733,7 @@ class _Job:
     progress: _Stages
     on_note: NoteSink | None
     log_path: Path | None
+    choice: references.ReferenceChoice
     isolate: bool  # convert in a process of its own; the command line's job is one already
     notes: list[Note] = field(default_factory=list)
 
@@ -536,12 +742,16 @@ class _Job:
         for recipe in self.recipes:
             self._budget(recipe)
 
-    def _budget(self, recipe: str) -> Budget:
-        from tpu2edge.runtime_check.budget import default_budget
+    def _budget(self, recipe: str, truths: Sequence[_Truth] = ()) -> Budget:
+        from tpu2edge.runtime_check.budget import budget_against_tpu, default_budget
 
         if self.budget is not None:
             return self.budget  # type: ignore[no-any-return]
-        return _parse_budget(self.budgets, default_budget(recipe))
+        base = default_budget(recipe)
+        floors = [truth.floor for truth in truths if references.is_tpu(truth.reference)]
+        if floors:
+            base = budget_against_tpu(recipe, floors)
+        return _parse_budget(self.budgets, base)
 
     def _say(self, notes: Sequence[Note]) -> None:
         for note in notes:
@@ -569,14 +779,20 @@ class _Job:
             _warnings_to(log),
         ):
             self.progress("trace")
-            program: TracedProgram = traced()
-            self._say(program.notes)
-            samples: _Data = data(program)
-            self._say(samples.notes)
-            reference, oracle = self._references(folder, program, samples, provenance)
-            base, nodes = self._lower(folder, program, log)
-            report, models = self._family(folder, program, base, nodes, reference, oracle, log)
-            self._write(folder, program, report, models, nodes, provenance, started)
+            programs: list[TracedProgram] = traced()
+            for program in programs:
+                self._say(program.notes)
+            parts: list[_Part] = []
+            for program, samples in zip(programs, data(programs), strict=True):
+                self._say(samples.notes)
+                where = "reference" if not parts else f"reference/{program.signature.name}"
+                truth = self._references(folder / where, program, samples, provenance, log)
+                parts.append(_Part(program, where, truth))
+            _release_memory()
+            base, nodes = self._lower(folder, programs, log)
+            _release_memory()
+            report, models = self._family(folder, parts, base, nodes, log)
+            self._write(folder, parts, report, models, nodes, provenance, started)
             if self.log_path is not None:
                 log.flush()
                 shutil.copyfile(self.log_path, folder / "log.txt")
@@ -586,73 +802,163 @@ class _Job:
         return bundle
 
     def _references(
-        self, folder: Path, program: TracedProgram, data: _Data, provenance: Mapping[str, Any]
-    ) -> tuple[Reference, Reference]:
-        from tpu2edge.runtime_check.reference import ReferenceWriter
+        self,
+        where: Path,
+        program: TracedProgram,
+        data: _Data,
+        provenance: Mapping[str, Any],
+        log: IO[bytes],
+    ) -> _Truth:
+        """All references of the bundle: the one asked for, the eager module, the oracle."""
+        from tpu2edge.runtime_check.parity import noise_floor
 
         if not data.samples:
             raise DataError("there is no sample to check with", do="give --inputs with samples")
-        where = folder / "reference"
-        weights = provenance.get("weights_sha256")
-        common: dict[str, Any] = {"data": data.source, "weights_sha256": weights}
-        total = len(data.samples)
-        main = ReferenceWriter(
-            where, program.signature, provider="eager", precision="f32", **common
-        )
-        side = ReferenceWriter(
-            where / "oracle",
-            program.signature,
-            provider="oracle-f64",
-            precision="f64",
-            borrow_inputs="..",
-            **common,
-        )
+        main = self._main_outputs(program, data, log)
+        common: dict[str, Any] = {
+            "data": data.source,
+            "weights_sha256": provenance.get("weights_sha256"),
+        }
+        writers = {
+            "oracle": _writer(where / "oracle", program, "oracle-f64", "f64", common, borrow=True)
+        }
+        if main is None:
+            writers["eager"] = _writer(where, program, "eager", "f32", common)
+        else:
+            writers["main"] = _writer(
+                where, program, main.provider, main.precision, common, extra=main.extra
+            )
+            writers["eager"] = _writer(
+                where / "eager", program, "eager", "f32", common, borrow=True
+            )
         oracles = program.oracles(sample.inputs for sample in data.samples)
         for index, sample in enumerate(data.samples):
-            self.progress("reference: eager and float64", index, total)
+            self.progress("reference: eager and float64", index, len(data.samples))
             known = data.eager.get(sample.id)
-            main.add(sample, program.eager(sample.inputs) if known is None else known)
-            side.add(sample, next(oracles))
+            oracle = next(oracles)
+            if main is not None:
+                outputs = main.outputs[index] if main.provider != "oracle-f64" else oracle
+                writers["main"].add(sample, outputs)
+            eager = program.eager(sample.inputs) if known is None else known
+            writers["eager"].add(sample, eager)
+            writers["oracle"].add(sample, oracle)
         if program.oracle_exceptions:
             names = ", ".join(program.oracle_exceptions)
             text = f"the float64 oracle computes {names} in the program's own precision"
             self._say([Note(code="oracle-exception", text=text)])
-        return main.close(), side.close()
+        closed = {
+            name: writers[name].close() for name in ("main", "eager", "oracle") if name in writers
+        }
+        truth = _Truth(closed.get("main", closed["eager"]), closed["oracle"])
+        if main is not None:
+            truth.eager = closed["eager"]
+            truth.floor = noise_floor(truth.reference, closed["oracle"])
+            if data.given is not None:
+                truth.proof = self._prove(program, data, truth, log)
+        return truth
+
+    def _main_outputs(
+        self, program: TracedProgram, data: _Data, log: IO[bytes]
+    ) -> references.Predicted | None:
+        """The outputs that the file is held to; None for the eager module's."""
+        choice = self.choice
+        if data.given is not None:
+            given = data.given
+            return references.Predicted(
+                outputs=_LazyOutputs(given),
+                provider=given.provider,
+                precision=given.precision,
+                extra=dict(given.extra),
+                notes=(),
+            )
+        if choice.kind == "eager":
+            return None
+        if choice.kind == "f64":
+            return references.Predicted(
+                outputs=(), provider="oracle-f64", precision="f64", extra={}, notes=()
+            )
+        try:
+            predicted = self._predict(program, data.samples, choice, log)
+        except (ConversionError, DeviceError, OptionError) as error:
+            if choice.kind != "auto":
+                raise
+            text = f"compared with the torch module in float32: no TPU prediction: {error.what}"
+            self._say([Note(code="no-prediction", text=text)])
+            return None
+        self._say(predicted.notes)
+        return predicted
+
+    def _predict(
+        self,
+        program: TracedProgram,
+        samples: Sequence[Sample],
+        choice: references.ReferenceChoice,
+        log: IO[bytes],
+    ) -> references.Predicted:
+        if self.isolate:
+            return references.predict_isolated(
+                program.program, program.signature, samples, choice, log=log, progress=self.progress
+            )
+        return references.predict_outputs(
+            program.program, program.signature, samples, choice, progress=self.progress
+        )
+
+    def _prove(
+        self, program: TracedProgram, data: _Data, truth: _Truth, log: IO[bytes]
+    ) -> list[CaseReport]:
+        """The first comparison: were the captured outputs made from these weights and inputs?"""
+        reference, eager = truth.reference, truth.eager
+        assert eager is not None
+        precision = references.precision_of_label(reference.precision)
+        if reference.provider.startswith("tpu-emulated"):
+            return []
+        if precision is None:
+            if reference.precision != "f32":
+                return []
+            near: Any = _LazyOutputs(eager)
+            return references.prove_reference(
+                reference, lambda: near, truth.floor, "the module on this CPU"
+            )
+        generation = references.generation_of(reference)
+        choice = references.ReferenceChoice(
+            kind="tpu-emulated", generation=generation, precision=precision
+        )
+        try:
+            predicted = self._predict(program, data.samples, choice, log)
+        except (ConversionError, DeviceError, OptionError) as error:
+            text = f"whether the reference belongs to these weights is not proved: {error.what}"
+            self._say([Note(code="not-proved", text=f"{text} ({error.do})")])
+            return []
+        label = f"this CPU with TPU {generation} numerics"
+        return references.prove_reference(reference, lambda: predicted.outputs, truth.floor, label)
 
     def _lower(
-        self, folder: Path, program: TracedProgram, log: IO[bytes]
+        self, folder: Path, programs: Sequence[TracedProgram], log: IO[bytes]
     ) -> tuple[Path, dict[str, Any]]:
         from tpu2edge.export.lower import Loweree, lower_isolated, lower_programs
 
         base = folder / "model.float32.tflite"
-        loweree = Loweree(program.program, program.signature)
+        lowerees = [Loweree(program.program, program.signature) for program in programs]
         if self.isolate:
-            lowered = lower_isolated([loweree], base, log=log, progress=self.progress)
+            lowered = lower_isolated(lowerees, base, log=log, progress=self.progress)
         else:
-            lowered = lower_programs([loweree], base, progress=self.progress)
+            lowered = lower_programs(lowerees, base, progress=self.progress)
         self._say(lowered.notes)
         return base, dict(lowered.nodes)
 
     def _family(
         self,
         folder: Path,
-        program: TracedProgram,
+        parts: Sequence[_Part],
         base: Path,
         nodes: Mapping[str, Any],
-        reference: Reference,
-        oracle: Reference,
         log: IO[bytes],
     ) -> tuple[ParityReport, list[tuple[EdgeModel, Budget]]]:
         from tpu2edge.quantize.apply import quantize_file
-        from tpu2edge.runtime_check.parity import check_model
-        from tpu2edge.runtime_check.reference import Reference
 
         reports: list[ParityReport] = []
         models: list[tuple[EdgeModel, Budget]] = []
         quantized = [name for name in self.recipes if name != "float32"]
-        # The float file's own outputs tell conversion from quantization.
-        keep = folder / "reference" / ".float" if quantized else None
-        float_outputs: Reference | None = None
         for recipe in dict.fromkeys(("float32", *quantized)):
             file = base
             if recipe != "float32":
@@ -660,40 +966,69 @@ class _Job:
                 self.progress(f"quantize {recipe}")
                 quantize_file(base, file, recipe, log=log)
                 _refuse_unchanged(base, file, recipe)
-            model = _tested_model(file, program.signature, recipe)
-            budget = self._budget(recipe)
+            model = _tested_model(file, [part.program.signature for part in parts], recipe)
+            budget = self._budget(recipe, [part.truth for part in parts])
             for device in self.devices:
-                report = check_model(
-                    model,
-                    reference,
-                    budget,
-                    oracle=oracle,
-                    float_outputs=float_outputs,
-                    device=device,
-                    threads=self.threads,
-                    constant_outputs=program.constant_outputs,
-                    keep=keep if recipe == "float32" else None,
-                    log=log,
-                    progress=self.progress,
-                )
-                if recipe == "float32" and device == "host":
-                    _refuse_unrunnable(report, file, nodes)
-                if recipe in self.recipes:
-                    reports.append(report)
-            if keep is not None and float_outputs is None and (keep / "manifest.json").is_file():
-                float_outputs = Reference.load(keep, verify=False)
+                for part in parts:
+                    report = self._check(folder, model, budget, device, part, parts, log)
+                    if recipe == "float32" and device == "host":
+                        _refuse_unrunnable(report, file, nodes)
+                    if recipe in self.recipes:
+                        reports.append(report)
             if recipe in self.recipes:
                 models.append((model, budget))
-        if keep is not None:
-            shutil.rmtree(keep, ignore_errors=True)
+        for part in parts:
+            shutil.rmtree(folder / part.where / _KEPT, ignore_errors=True)
         if "float32" not in self.recipes:
             base.unlink()
-        return _merged(reports), models
+        merged = _merged(reports)
+        proofs = [case for part in parts for case in part.truth.proof]
+        return replace(merged, cases=(*proofs, *merged.cases)), models
+
+    def _check(
+        self,
+        folder: Path,
+        model: EdgeModel,
+        budget: Budget,
+        device: str,
+        part: _Part,
+        parts: Sequence[_Part],
+        log: IO[bytes],
+    ) -> ParityReport:
+        """One file on one device with one signature's samples."""
+        from tpu2edge.runtime_check.budget import default_budget
+        from tpu2edge.runtime_check.parity import check_model
+        from tpu2edge.runtime_check.reference import Reference
+
+        # The float file's own outputs tell conversion from quantization.
+        kept = folder / part.where / _KEPT
+        is_float = model.recipe == "float32"
+        keep = is_float and any(recipe != "float32" for recipe in self.recipes)
+        known = not is_float and (kept / "manifest.json").is_file()
+        return check_model(
+            model,
+            part.truth.reference,
+            budget,
+            oracle=part.truth.oracle,
+            eager=part.truth.eager,
+            conversion=default_budget("float32"),
+            floor=part.truth.floor,
+            float_outputs=Reference.load(kept, verify=False) if known else None,
+            device=device,
+            threads=self.threads,
+            constant_outputs=part.program.constant_outputs,
+            other_outputs=frozenset(
+                spec.name for other in parts for spec in other.program.signature.outputs
+            ),
+            keep=kept if keep else None,
+            log=log,
+            progress=self.progress,
+        )
 
     def _write(
         self,
         folder: Path,
-        program: TracedProgram,
+        parts: Sequence[_Part],
         report: ParityReport,
         models: Sequence[tuple[EdgeModel, Budget]],
         nodes: Mapping[str, Any],
@@ -715,8 +1050,16 @@ class _Job:
             {
                 **provenance,
                 "verdict": str(report.verdict),
-                "signature": program.signature.to_json(),
-                "constant_outputs": sorted(program.constant_outputs),
+                "signature": parts[0].program.signature.to_json(),
+                "constant_outputs": sorted(parts[0].program.constant_outputs),
+                "signatures": [
+                    {
+                        "signature": part.program.signature.to_json(),
+                        "reference": part.where,
+                        "constant_outputs": sorted(part.program.constant_outputs),
+                    }
+                    for part in parts
+                ],
                 "models": [
                     {
                         "recipe": model.recipe,
@@ -742,10 +1085,70 @@ class _Job:
         )
 
 
-def _tested_model(file: Path, signature: Signature, recipe: str) -> EdgeModel:
+@dataclass(slots=True)
+class _Truth:
+    """What the files are compared with; ``eager`` is None when it is the reference itself."""
+
+    reference: Reference
+    oracle: Reference | None
+    eager: Reference | None = None
+    floor: dict[str, OutputMetrics] = field(default_factory=dict)
+    proof: list[CaseReport] = field(default_factory=list)
+
+
+def _truth_of(bundle: Bundle, signature: str) -> _Truth:
+    """What a bundle's own signature was held to when it was made."""
+    from tpu2edge.runtime_check.parity import noise_floor
+
+    reference = bundle.reference(signature=signature)
+    truth = _Truth(reference, bundle.reference("oracle", signature=signature))
+    if (reference.path / "eager").is_dir():
+        assert truth.oracle is not None
+        truth.eager = bundle.reference("eager", signature=signature)
+        truth.floor = noise_floor(reference, truth.oracle)
+    return truth
+
+
+class _LazyOutputs(Sequence[Any]):
+    """A reference's outputs as a sequence, read one by one."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+
+    def __len__(self) -> int:
+        return len(self._reference)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._reference.outputs(index)
+
+
+def _writer(
+    path: Path,
+    program: TracedProgram,
+    provider: str,
+    precision: str,
+    common: Mapping[str, Any],
+    *,
+    borrow: bool = False,
+    extra: Mapping[str, Any] | None = None,
+) -> ReferenceWriter:
+    from tpu2edge.runtime_check.reference import ReferenceWriter
+
+    return ReferenceWriter(
+        path,
+        program.signature,
+        provider=provider,
+        precision=precision,
+        borrow_inputs=".." if borrow else None,
+        extra=extra,
+        **common,
+    )
+
+
+def _tested_model(file: Path, signatures: Sequence[Signature], recipe: str) -> EdgeModel:
     return EdgeModel(
         path=file,
-        signatures=(signature,),
+        signatures=tuple(signatures),
         recipe=recipe,
         sha256=sha256_of(file),
         size_bytes=file.stat().st_size,
@@ -886,30 +1289,128 @@ def _dynamic_ends(program: TracedProgram, seed: int) -> list[Sample]:
     return samples
 
 
-def _given(program: TracedProgram, samples: Sequence[Any]) -> _Data:
-    import numpy as np
+def _replayed(
+    programs: Sequence[TracedProgram], source: Reference | Path | str | None, weights_sha256: str
+) -> list[_Data]:
+    """The samples of captured references, which have to fit the programs and their weights."""
+    from tpu2edge.runtime_check.reference import Reference
 
-    made: list[Sample] = []
+    assert source is not None
+    found = [source] if isinstance(source, Reference) else list(_references_of(Path(source), None))
+    known = {reference.signature.name: reference for reference in found}
+    data: list[_Data] = []
+    for program in programs:
+        reference = known.get(program.signature.name)
+        if reference is None and len(programs) == len(found) == 1:
+            reference = found[0]  # captured under another name
+        if reference is None:
+            raise DataError(
+                f"the reference has no samples for the signature '{program.signature.name}'",
+                do=f"it has {sorted(known)}",
+            )
+        samples, notes = references.replay(reference, program.signature, weights_sha256)
+        data.append(_Data(samples, reference.data, notes, given=reference))
+    return data
+
+
+def _choice(reference: Reference | Path | str) -> references.ReferenceChoice:
+    if isinstance(reference, (str, Path)):
+        return references.ReferenceChoice.parse(reference)
+    return references.ReferenceChoice(kind="given")
+
+
+def _given(
+    programs: Sequence[TracedProgram], samples: Sequence[Any], num_samples: int, seed: int
+) -> list[_Data]:
+    """The caller's samples; with several signatures each goes to those that it fits."""
+    found: list[list[Sample]] = [[] for _ in programs]
     for index, item in enumerate(samples):
         identity = item.id if isinstance(item, Sample) else f"sample-{index}"
         tensors = item.inputs if isinstance(item, Sample) else item
-        unknown = set(tensors) - {spec.name for spec in program.signature.inputs}
-        missing = [s.name for s in program.signature.inputs if s.name not in tensors]
-        if unknown or missing:
-            raise DataError(
-                f"sample '{identity}' has the inputs {sorted(tensors)}",
-                do=f"give {[s.name for s in program.signature.inputs]}",
-            )
-        made.append(
-            Sample(
-                id=identity,
-                inputs={
-                    spec.name: _edge_array(np.asarray(_host(tensors[spec.name])), spec, identity)
-                    for spec in program.signature.inputs
-                },
-            )
+        refused: DataError | None = None
+        fits = False
+        for program, mine in zip(programs, found, strict=True):
+            try:
+                mine.append(_given_sample(program, identity, tensors))
+            except DataError as error:
+                refused = refused or error
+            else:
+                fits = True
+        if refused is not None and not fits:
+            raise refused
+    source = {"kind": "given"}
+    return [
+        _or_synthetic(program, _Data(mine, {**source, "count": len(mine)}), num_samples, seed)
+        for program, mine in zip(programs, found, strict=True)
+    ]
+
+
+def _or_synthetic(program: TracedProgram, data: _Data, num_samples: int, seed: int) -> _Data:
+    """``data``, or synthetic samples for a signature of several that none of the samples fits."""
+    if data.samples:
+        return data
+    made = _synthetic(program, num_samples, seed)
+    text = f"signature '{program.signature.name}': none of the samples fits its inputs"
+    return _Data(
+        made.samples, made.source, [Note(code="no-samples", text=text), *made.notes], made.eager
+    )
+
+
+def _from_files(programs: Sequence[TracedProgram], request: ExportRequest) -> list[_Data]:
+    """The samples in files; with several signatures each file goes to those that it fits."""
+    from tpu2edge.runtime_check.samples import load_samples
+
+    digests = {path: {"name": path.name, "sha256": _digest(path)} for path in request.inputs}
+    if len(programs) == 1:
+        fitting = [list(request.inputs)]
+    else:
+        fitting = [[] for _ in programs]
+        for path in request.inputs:
+            refused: DataError | None = None
+            for program, mine in zip(programs, fitting, strict=True):
+                try:
+                    load_samples([path], program.signature.inputs, lambda note: None)
+                except DataError as error:
+                    refused = refused or error
+                else:
+                    mine.append(path)
+            if refused is not None and not any(path in mine for mine in fitting):
+                raise refused
+    result: list[_Data] = []
+    for program, mine in zip(programs, fitting, strict=True):
+        if not mine:
+            empty = _Data([], {"kind": "files", "files": []})
+            result.append(_or_synthetic(program, empty, request.num_samples, request.seed))
+            continue
+        noted: list[Note] = []
+        loaded = load_samples(mine, program.signature.inputs, noted.append)
+        extra = _dynamic_ends(program, request.seed)
+        source = {"kind": "files", "files": [digests[path] for path in mine]}
+        result.append(_Data([*loaded, *extra], source, noted))
+    return result
+
+
+def _given_sample(program: TracedProgram, identity: str, tensors: Mapping[str, Any]) -> Sample:
+    unknown = set(tensors) - {spec.name for spec in program.signature.inputs}
+    missing = [s.name for s in program.signature.inputs if s.name not in tensors]
+    if unknown or missing:
+        raise DataError(
+            f"sample '{identity}' has the inputs {sorted(tensors)}",
+            do=f"give {[s.name for s in program.signature.inputs]}",
         )
-    return _Data(made, {"kind": "given", "count": len(made)})
+    return Sample(
+        id=identity,
+        inputs={
+            spec.name: _edge_array(_array(_host(tensors[spec.name])), spec, identity)
+            for spec in program.signature.inputs
+        },
+    )
+
+
+def _array(value: Any) -> Any:
+    import numpy as np
+
+    return np.asarray(value)
 
 
 def _host(value: Any) -> Any:
@@ -1010,6 +1511,35 @@ def parse_dynamic(texts: Sequence[str]) -> dict[str, dict[int, Dim]]:
     return result
 
 
+_SHAPES = re.compile(r"^(?P<name>[^=]+)=(?P<shapes>(\d+(x\d+)*)(,\d+(x\d+)*)*)$")
+
+
+def parse_shapes(texts: Sequence[str]) -> dict[str, list[tuple[int, ...]]]:
+    """``x=1x3x8x8,4x3x8x8`` as ``{"x": [(1, 3, 8, 8), (4, 3, 8, 8)]}``.
+
+    Raises:
+        OptionError: a text of another form, a size of 0, or an input given twice.
+    """
+    result: dict[str, list[tuple[int, ...]]] = {}
+    for text in texts:
+        match = _SHAPES.match(text.strip())
+        if match is None:
+            raise OptionError(
+                f"--shapes '{text}' has another form",
+                do="write NAME=SHAPE,SHAPE…, e.g. x=1x3x224x224,8x3x224x224",
+            )
+        if match["name"] in result:
+            raise OptionError(
+                f"--shapes gives input '{match['name']}' twice",
+                do="list all its shapes in one --shapes, with commas",
+            )
+        shapes = [tuple(map(int, shape.split("x"))) for shape in match["shapes"].split(",")]
+        if any(0 in shape for shape in shapes):
+            raise OptionError(f"--shapes '{text}' has a size of 0", do="give sizes from 1 on")
+        result[match["name"]] = shapes
+    return result
+
+
 # ------------------------------------------------------------------------------------------ small
 
 
@@ -1018,6 +1548,13 @@ def _merged(reports: Sequence[ParityReport]) -> ParityReport:
     for report in reports[1:]:
         merged = merged.merged(report)
     return merged
+
+
+def _release_memory() -> None:
+    """Hand freed memory back to the system, for glibc keeps it: the next stage starts lower."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _digest(path: Path) -> str | None:

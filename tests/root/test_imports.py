@@ -10,7 +10,20 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("export", "quantize", "runtime_check")
-SHARED = {"tpu2edge.types", "tpu2edge.errors", "tpu2edge.files", "tpu2edge.flatbuffer"}
+SHARED = {
+    "tpu2edge.types",
+    "tpu2edge.errors",
+    "tpu2edge.children",
+    "tpu2edge.files",
+    "tpu2edge.flatbuffer",
+}
+# Loaded in processes of their own only.
+CHILDREN = (
+    "runtime_check/devices/worker.py",
+    "runtime_check/reference/tpu/child.py",
+    "runtime_check/reference/tpu/program.py",
+    "quantize/child.py",
+)
 HEAVY = ("torch", "jax", "jaxlib", "litert_torch", "litert_converter", "ai_edge_litert")
 
 
@@ -57,7 +70,7 @@ def test_a_stage_imports_the_shared_modules_and_itself_only(stage):
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in files(stage)
         for name, line in imports(path)
-        if within(name, ("tpu2edge",)) and not within(name, allowed)
+        if within(name, ("tpu2edge",)) and not within(name, allowed) and name != "tpu2edge"
     ]
     assert wrong == []
 
@@ -99,7 +112,19 @@ def test_no_heavy_package_is_imported_when_a_module_is_loaded(folder):
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in files(folder)
         for name, line in imports(path, at_load=True)
-        if within(name, HEAVY)
+        if within(name, HEAVY) and path.relative_to(ROOT).as_posix() not in CHILDREN
+    ]
+    assert wrong == []
+
+
+def test_what_runs_in_a_process_of_its_own_is_imported_by_nothing_else():
+    children = tuple(f"tpu2edge.{c.removesuffix('.py').replace('/', '.')}" for c in CHILDREN)
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for folder in (*STAGES, "cli", "src")
+        for path in files(folder)
+        for name, line in imports(path)
+        if within(name, children) and path.relative_to(ROOT).as_posix() not in CHILDREN
     ]
     assert wrong == []
 

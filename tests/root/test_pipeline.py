@@ -94,6 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def request(folder: Path, name: str, source: str = "net.py", **options: Any) -> ExportRequest:
+    options.setdefault("reference", "eager")  # predictions: test_references.py
     return ExportRequest(source=str(folder / source), output=folder / name, **options)
 
 
@@ -424,7 +425,7 @@ def test_the_command_line_does_the_same(folder: Path, bundle: tpu2edge.Bundle) -
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tpu2edge", "export", "net.py", "-o", "cli", "--json"),
-            *("--recipe", "float32"),
+            *("--recipe", "float32", "--reference", "eager"),
         ],
         cwd=folder,
         capture_output=True,
