@@ -36,12 +36,12 @@ from tpu2edge.export.rewrites import (
     integers,
     nearest,
     pad,
-    pool_indices,
     pooling,
     recurrent,
     resize,
     scattering,
     sorting,
+    unpool,
     windows,
 )
 from tpu2edge.export.rewrites.splice import apply_table
@@ -109,10 +109,9 @@ REWRITES: tuple[Rewrite, ...] = (
         decompositions=nearest.DECOMPOSITIONS,
     ),
     Rewrite(
-        name="pool-indices",
-        why="max pooling gives zeros as its indices, and unpooling has no lowering",
-        on_exported=pool_indices.apply,
-        decompositions=pool_indices.DECOMPOSITIONS,
+        name="unpool",
+        why="max unpooling has no lowering; it adds up in SCATTER_ND",
+        decompositions=unpool.DECOMPOSITIONS,
     ),
     Rewrite(
         name="sort",
@@ -182,6 +181,7 @@ def on_exported(program: ExportedProgram, notes: list[Note]) -> None:
     for rewrite in REWRITES:
         if rewrite.on_exported is not None:
             _note(rewrite, rewrite.on_exported(program), notes)
+    recurrent.note_unrolled(program, notes)
 
 
 def add_decompositions(table: Any, applied: set[str]) -> Any:
@@ -193,6 +193,13 @@ def add_decompositions(table: Any, applied: set[str]) -> Any:
         for op, function in rewrite.decompositions.items():
             table[op] = _Chained(function, op, table.get(op), rewrite.name, applied)
     return table
+
+
+def add_lowerings(register: Callable[[Any], Callable[[Any], Any]]) -> None:
+    """Give litert-torch's ``register`` (a decorator maker) the rewrites' own operators."""
+    for rewrite in REWRITES:
+        for op, function in rewrite.lowerings.items():
+            register(op)(function)
 
 
 def on_decomposed(program: ExportedProgram, notes: list[Note], applied: set[str]) -> None:
