@@ -23,7 +23,7 @@ __all__ = ["DECOMPOSITIONS", "apply", "bincounts"]
 aten = torch.ops.aten
 
 _STATIC = "the sizes of a LiteRT graph are fixed"
-_REFUSED = {
+_REFUSED: dict[Any, str] = {
     aten.nonzero.default: "torch.where with two values, or a mask in place of positions",
     aten.nonzero_numpy.default: "torch.where with two values, or a mask in place of positions",
     aten.where.default: "torch.where with two values, or a mask in place of positions",
