@@ -29,21 +29,19 @@ from torch.export import ExportedProgram
 
 from tpu2edge.export.rewrites import (
     broadcast_transpose,
+    convolution,
     counting,
     fold_batch_norm,
     indexing,
     integers,
     nearest,
+    pad,
     pool_indices,
+    pooling,
     recurrent,
+    resize,
     scattering,
     sorting,
-)
-    convolution,
-    fold_batch_norm,
-    pad,
-    pooling,
-    resize,
     windows,
 )
 from tpu2edge.export.rewrites.splice import apply_table

@@ -1,7 +1,8 @@
 """Integer arithmetic in operators that LiteRT has for integers, and powers by integer tensors.
 
 litert-torch computes integer powers and truncated division in float32, which is wrong above 2**24,
-and has no lowering for shifts. LiteRT's own DIV, FLOOR_DIV and FLOOR_MOD are exact on int32; its POW knows float32 only.
+and has no lowering for shifts. LiteRT's own DIV, FLOOR_DIV and FLOOR_MOD are exact on int32; its POW
+knows float32 only.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def int32(name: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     op = getattr(_OPS, f"int32_{name}").default
     x, y = x.to(torch.int32), y.to(torch.int32)
     if max(x.dim(), y.dim()) <= 4:
-        return op(x, y)  # type: ignore[no-any-return]
+        return op(x, y)
     x, y = torch.broadcast_tensors(x, y)  # the kernels broadcast up to rank 4
     result: torch.Tensor = op(x.reshape(-1), y.reshape(-1)).reshape(x.shape)
     return result

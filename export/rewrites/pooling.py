@@ -45,7 +45,7 @@ def apply(program: ExportedProgram) -> int:
 
 
 def _is_item(user: Node, index: int) -> bool:
-    return "getitem" in str(user.target) and user.args[1] == index
+    return "getitem" in str(user.target) and bool(user.args[1] == index)
 
 
 def _function(make: Callable[..., Any], node: Node, dims: int, indices: bool) -> Callable[..., Any]:

@@ -163,6 +163,7 @@ def _mode(program: ExportedProgram) -> FakeTensorMode:
 
 
 def is_dynamic(node: fx.Node) -> bool:
+    """Whether the node, or one that it reads, has a size that is known only at run time."""
     for item in (node, *node.all_input_nodes):
         value = item.meta.get("val")
         for one in value if isinstance(value, (list, tuple)) else (value,):

@@ -136,7 +136,7 @@ def _repeat(x: Tensor, repeats: Sequence[int]) -> Any:
     return x
 
 
-DECOMPOSITIONS = {
+DECOMPOSITIONS: dict[Any, Any] = {
     aten.unfold.default: _unfold,
     aten.im2col.default: _im2col,
     aten.flip.default: _flip,
