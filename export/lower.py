@@ -398,8 +398,9 @@ class _Toolkit:
         if dynamic:
             for op in dynamic_sizes.KEPT_WHOLE:
                 table.pop(op, None)
+            usual = torch.export.default_decompositions()
             for op in dynamic_sizes.TAKEN_APART:
-                table[op] = op.decompose
+                table[op] = usual[op]
         return rewrites.add_decompositions(table)
 
     def lowering_decompositions(self, dynamic: bool) -> Any:
