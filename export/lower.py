@@ -37,6 +37,7 @@ from tpu2edge.errors import (
     error_from_json,
 )
 from tpu2edge.export import blame, dynamic_sizes, rewrites
+from tpu2edge.export.default_sizes import write_smallest_sizes
 from tpu2edge.export.own_outputs import own_outputs
 from tpu2edge.types import Dim, LayerSource, Note, Progress, Signature, no_progress
 
@@ -183,6 +184,7 @@ def lower_programs(
                 own_outputs(toolkit.ir, _operation(merged))
             progress("write")
             toolkit.converter.export_flatbuffer_to_file(_operation(merged), str(path))
+            write_smallest_sizes(path, [traced.signature for traced in programs])
         except Tpu2EdgeError:
             raise
         except Exception as err:

@@ -180,7 +180,7 @@ def trace_module(
         tensors = _roomy(tensors, layout.names, dynamic or {})
         flat = _Flat(prepared.module, layout).eval()
         try:
-            program = _export(flat, tensors, symbols)
+            program = _export(flat, tensors, symbols, layout.names)
         except ExportError:
             if not prepared.half_dtypes:
                 raise
@@ -189,7 +189,7 @@ def trace_module(
             own = prepare_module(module, keep_half=True)
             flat = _Flat(own.module, layout).eval()
             given = _roomy(layout.tensors, layout.names, dynamic or {})
-            program = _export(flat, tuple(t.detach().cpu() for t in given), symbols)
+            program = _export(flat, tuple(t.detach().cpu() for t in given), symbols, layout.names)
     notes.extend(flat.seen.left_out)
     half = half_precision.compute_in_float32(program)
     if half:
@@ -339,7 +339,10 @@ def _roomy(
 
 
 def _export(
-    flat: _Flat, tensors: tuple[torch.Tensor, ...], shapes: tuple[tuple[dict[int, Any], ...]] | None
+    flat: _Flat,
+    tensors: tuple[torch.Tensor, ...],
+    shapes: tuple[tuple[dict[int, Any], ...]] | None,
+    input_names: tuple[str, ...],
 ) -> ExportedProgram:
     try:
         with torch.no_grad():
@@ -347,10 +350,31 @@ def _export(
     except Tpu2EdgeError:
         raise
     except Exception as err:
-        raise _export_error(err, flat.inner, shapes is not None) from err
+        buckets = "" if shapes is None else _buckets(input_names, tensors, shapes[0])
+        raise _export_error(err, flat.inner, buckets) from err
 
 
-def _export_error(err: Exception, inner: nn.Module, dynamic: bool) -> ExportError:
+def _buckets(
+    input_names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    shapes: Sequence[Mapping[int, Any]],
+) -> str:
+    """The --shapes that have the ends of --dynamic."""
+    texts = []
+    for name, tensor, axes in zip(input_names, tensors, shapes, strict=True):
+        if axes:
+            ends = [
+                "x".join(
+                    str(getattr(axes[axis], end) if axis in axes else size)
+                    for axis, size in enumerate(tensor.shape)
+                )
+                for end in ("min", "max")
+            ]
+            texts.append(f"--shapes {name}={','.join(ends)}")
+    return " ".join(texts)
+
+
+def _export_error(err: Exception, inner: nn.Module, buckets: str) -> ExportError:
     text = str(err)
     place = blame.place_of_exception(err, inner)
     kind = type(err).__name__
@@ -362,10 +386,10 @@ def _export_error(err: Exception, inner: nn.Module, dynamic: bool) -> ExportErro
             "out of the model",
             place=place,
         )
-    if dynamic and kind in ("UserError", "ConstraintViolationError"):
+    if buckets and kind in ("UserError", "ConstraintViolationError"):
         return ExportError(
             f"the dynamic dimensions do not fit the model: {_first_lines(text)}",
-            do="correct --dynamic, or export several fixed shapes",
+            do=f"correct --dynamic, or export fixed sizes, which share the weights: {buckets}",
             place=place,
         )
     return ExportError(
