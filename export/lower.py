@@ -36,6 +36,7 @@ from tpu2edge.errors import (
     error_from_json,
 )
 from tpu2edge.export import blame, dynamic_sizes, rewrites
+from tpu2edge.export.default_sizes import write_smallest_sizes
 from tpu2edge.export.loops import outline_loops
 from tpu2edge.export.own_outputs import own_outputs
 from tpu2edge.export.rewrites import native
@@ -171,6 +172,7 @@ def lower_programs(
                 own_outputs(toolkit.ir, _operation(merged))
             progress("write")
             toolkit.converter.export_flatbuffer_to_file(_operation(merged), str(path))
+            write_smallest_sizes(path, [traced.signature for traced in programs])
         except Tpu2EdgeError:
             raise
         except Exception as err:
@@ -388,8 +390,9 @@ class _Toolkit:
         if dynamic:
             for op in dynamic_sizes.KEPT_WHOLE:
                 table.pop(op, None)
+            usual = torch.export.default_decompositions()
             for op in dynamic_sizes.TAKEN_APART:
-                table[op] = op.decompose
+                table[op] = usual[op]
         return rewrites.add_decompositions(table)
 
     def lowering_decompositions(self, dynamic: bool) -> Any:
