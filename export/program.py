@@ -153,20 +153,23 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(self.layout.names)
+        held = states.held(self.inner)
         result, after = self.state.run(
             lambda: self.layout.call(self.inner, tensors[:count]), tensors[count:]
         )
+        self.seen.assigned = states.assigned(self.inner, held)
         outputs = names.output_layout(result)
         self.seen.names, self.seen.left_out = outputs.names, outputs.left_out
         return (*outputs.tensors, *after)
 
 
 class _Seen:
-    """What the trace learned about the outputs; an object of its own, since torch.export puts the
+    """What the trace learned about outputs and state; an object of its own, since torch.export puts the
     module's attributes back after tracing."""
 
     names: tuple[str, ...] = ()
     left_out: tuple[Note, ...] = ()
+    assigned: Sequence[str] = ()
 
 
 def trace_module(
@@ -385,8 +388,7 @@ def _export_with_state(
     flat: _Flat, tensors: tuple[torch.Tensor, ...], symbols: Any, notes: list[Note]
 ) -> ExportedProgram:
     """The traced program; buffers that it writes to have become further inputs and outputs."""
-    messages: list[str] = []
-    program = _export(flat, tensors, symbols, messages)
+    program = _export(flat, tensors, symbols)
     wrapper = "inner."
     for index in states.input_writes(program):
         text = (
@@ -397,8 +399,9 @@ def _export_with_state(
     buffers, parameters = states.written(program)
     if parameters:  # at worst too many were found: the decomposition knows
         states.refuse_state(_parameter_writes(program))
-    assigned = states.assigned_attributes(messages)
-    found = [path.removeprefix(wrapper) for path in dict.fromkeys((*buffers, *assigned))]
+    found = list(
+        dict.fromkeys((*(path.removeprefix(wrapper) for path in buffers), *flat.seen.assigned))
+    )
     if not found:
         return program
     flat.state = states.State.of(flat.inner, found)
@@ -425,7 +428,7 @@ def _export_given_state(
     initial = flat.state.initial()
     if symbols is not None:
         symbols = ((*symbols[0], *({} for _ in initial)),)
-    return _export(flat, (*tensors, *(value.clone() for value in initial)), symbols, [])
+    return _export(flat, (*tensors, *(value.clone() for value in initial)), symbols)
 
 
 def _parameter_writes(program: ExportedProgram) -> ExportedProgram:
@@ -450,32 +453,15 @@ def _state_names(flat: _Flat, input_names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _export(
-    flat: _Flat, tensors: tuple[torch.Tensor, ...], shapes: Any | None, messages: list[str]
+    flat: _Flat, tensors: tuple[torch.Tensor, ...], shapes: tuple[tuple[dict[int, Any], ...]] | None
 ) -> ExportedProgram:
-    """``torch.export.export``; its warnings of assigned attributes go into ``messages``."""
-    caught: list[warnings.WarningMessage] = []
     try:
-        with (
-            torch.no_grad(),
-            recurrent.quick_shapes(),
-            warnings.catch_warnings(record=True) as all_,
-        ):
-            caught = all_
-            warnings.simplefilter("always")
-            program: ExportedProgram = torch.export.export(
-                flat, tensors, dynamic_shapes=shapes, strict=False
-            )
-            return program
+        with torch.no_grad(), recurrent.quick_shapes():
+            return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
     except Tpu2EdgeError:
         raise
     except Exception as err:
         raise _export_error(err, flat.inner, shapes is not None) from err
-    finally:
-        for one in caught:
-            if "assigned during export" in str(one.message):
-                messages.append(str(one.message))
-            else:
-                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 def _export_error(err: Exception, inner: nn.Module, dynamic: bool) -> ExportError:

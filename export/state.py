@@ -7,7 +7,6 @@ after it; the app hands it on. Plain tensor attributes count as buffers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from tpu2edge.errors import ConversionError, ExportError, Place
 from tpu2edge.export import blame
 
-__all__ = ["State", "assigned_attributes", "input_writes", "refuse_state", "unread", "written"]
+__all__ = ["State", "assigned", "held", "input_writes", "refuse_state", "unread", "written"]
 
 aten = torch.ops.aten
 
@@ -105,27 +104,25 @@ def _store(owner: nn.Module, key: str) -> dict[str, Any]:
 
 
 def _cells(module: nn.Module, names: Sequence[str]) -> list[_Cell]:
-    found: dict[int, _Cell] = {}
-    for name in names:
-        path, _, key = name.rpartition(".")
-        value = getattr(module.get_submodule(path), key)
-        if id(value) not in found:
-            found[id(value)] = _Cell(name, tuple(_places(module, value)))
-    return list(found.values())
+    """One cell a tensor, called by its first path in the module."""
+    paths = held(module)
+    wanted = {id(paths[name]) for name in names}
+    found: dict[int, list[str]] = {}
+    for path, value in paths.items():
+        if id(value) in wanted:
+            found.setdefault(id(value), []).append(path)
+    return [_Cell(same[0], tuple(_place(module, path) for path in same)) for same in found.values()]
 
 
-def _places(module: nn.Module, value: torch.Tensor) -> Iterator[tuple[nn.Module, str]]:
-    for child in module.modules():
-        for store in (child._buffers, child.__dict__):
-            for key, held in store.items():
-                if held is value:
-                    yield child, key
+def _place(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    owner, _, key = path.rpartition(".")
+    return module.get_submodule(owner), key
 
 
 def _after(cell: _Cell, before: torch.Tensor) -> torch.Tensor:
-    held = [getattr(owner, key) for owner, key in cell.places]
-    value = held[0]
-    if any(other is not value for other in held):
+    now = [getattr(owner, key) for owner, key in cell.places]
+    value = now[0]
+    if any(other is not value for other in now):
         raise ExportError(
             f"'{cell.name}' is one buffer in several modules before the call and two after it",
             do="write into it (copy_, index_copy_) instead of assigning a new tensor",
@@ -228,20 +225,26 @@ def _nodes(value: Any) -> list[fx.Node]:
     return found
 
 
-_ASSIGNED = re.compile(r"self\.(?P<path>[\w.]+)(?![\w.\[])")
+def held(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers and plain tensor attributes of all submodules, by path.
 
-
-def assigned_attributes(messages: Sequence[str]) -> list[str]:
-    """Paths of plain attributes that forward assigns, from what torch.export warns of.
-
-    Those within containers are left out: torch's own recurrent layers hold their weights so.
+    Compared before and after a call, they show what forward assigns: torch.export forgets a buffer
+    of a submodule that is assigned, and only warns of an attribute. Tensors in lists are left out:
+    torch's own recurrent layers hold their weights so, and exchange them while they are traced.
     """
-    paths: dict[str, None] = {}
-    for text in messages:
-        head, found, _ = text.partition(" assigned during export")
-        if found:
-            paths.update(dict.fromkeys(match["path"] for match in _ASSIGNED.finditer(head)))
-    return list(paths)
+    return {
+        f"{prefix}.{key}" if prefix else key: value
+        for prefix, child in module.named_modules()
+        for store in (child._buffers, child.__dict__)
+        for key, value in store.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def assigned(module: nn.Module, before: Mapping[str, torch.Tensor]) -> list[str]:
+    """Paths of those tensors of ``before`` (from ``held``) that are other ones now."""
+    now = held(module)
+    return [path for path, value in before.items() if now.get(path) is not value]
 
 
 # --------------------------------------------------------------------------------- judging a write
