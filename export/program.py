@@ -433,7 +433,7 @@ def _export_given_state(
 
 def _parameter_writes(program: ExportedProgram) -> ExportedProgram:
     """The program in functional form, without what its signature says of buffers."""
-    functional = program.run_decompositions()
+    functional: ExportedProgram = program.run_decompositions()
     functional.graph_signature.output_specs = [
         spec
         for spec in functional.graph_signature.output_specs
