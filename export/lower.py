@@ -35,7 +35,7 @@ from tpu2edge.errors import (
     Tpu2EdgeError,
     error_from_json,
 )
-from tpu2edge.export import blame, dynamic_sizes, rewrites
+from tpu2edge.export import blame, dynamic_sizes, rewrites, state
 from tpu2edge.export.default_sizes import write_smallest_sizes
 from tpu2edge.export.loops import outline_loops
 from tpu2edge.export.own_outputs import own_outputs
@@ -225,7 +225,7 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
                 can_skip=False,
             )
             # Before litert-torch's passes, which drop what is written to buffers without a word.
-            refuse_state(program)
+            state.refuse_state(program)
         program = toolkit.convert_passes(program, dynamic)
         _int32_ranges(program)
         program = fx_infra.safe_run_decompositions(
@@ -303,45 +303,6 @@ class _Int32Range:
             return self.op(*args, **{**kwargs, "dtype": torch.int32})  # type: ignore[no-any-return]
         result: torch.Tensor = aten._to_copy.default(self.op(*args, **kwargs), dtype=torch.int32)
         return result
-
-
-def refuse_state(program: ExportedProgram) -> None:
-    """Refuse a program that writes to its own buffers or parameters.
-
-    Raises:
-        ConversionError: it does; LiteRT would start from the same state at every call.
-    """
-    signature = program.graph_signature
-    written = [
-        blame.strip_wrapper(name)
-        for name in (
-            *signature.buffers_to_mutate.values(),
-            *getattr(signature, "parameters_to_mutate", {}).values(),
-        )
-    ]
-    if not written:
-        return
-    shown = ", ".join(f"'{name}'" for name in dict.fromkeys(written))
-    place = Place(tensor=written[0])
-    for mutated, target in signature.buffers_to_mutate.items():
-        node = next((n for n in program.graph.nodes if n.name == mutated), None)
-        if node is not None and node.meta.get("stack_trace"):
-            found = blame.place_of_node(node)
-            place = Place(
-                module=found.module,
-                op=found.op,
-                file=found.file,
-                line=found.line,
-                code=found.code,
-                tensor=blame.strip_wrapper(target),
-            )
-            break
-    raise ConversionError(
-        f"the model writes to its own state ({shown}), which a LiteRT file would lose: every call "
-        "would start again from the values at export",
-        do="take the state as an input and return the new one as an output",
-        place=place,
-    )
 
 
 # ------------------------------------------------------------------------------------- litert-torch

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.utils.rnn import PackedSequence
 
 from tpu2edge.errors import DataError, ExportError, OptionError, Place, Tpu2EdgeError
 from tpu2edge.export import blame, half_precision, names, oracle, taps
+from tpu2edge.export import state as states
 from tpu2edge.export.prepare import prepare_module
 from tpu2edge.export.rewrites import recurrent
 from tpu2edge.types import Array, Dim, Note, Signature, Tensors, TensorSpec
@@ -50,7 +51,8 @@ class TracedProgram:
     """A model as one graph, with the names and types that its LiteRT file will have.
 
     ``signature`` gives the edge types (64-bit ones narrowed); ``input_dtypes`` the program's own.
-    ``constant_outputs`` do not depend on any input.
+    ``constant_outputs`` do not depend on any input. ``state`` gives for each input and output that
+    carries a buffer of the module from call to call (see state.py) that buffer's path.
     """
 
     program: ExportedProgram
@@ -63,9 +65,11 @@ class TracedProgram:
     taps: tuple[str, ...]  # names of those, in the order of tapped's outputs behind the program's
     tapped_outputs: tuple[str, ...]  # the outputs that the taps lie before
     tap_nodes: tuple[str, ...]  # the exported graph's nodes that compute them
+    state: Mapping[str, str]
     _eager: nn.Module | None
     _layout: _Layout | None
     _oracle: oracle.Oracle
+    _state: states.State
 
     def eager(self, inputs: Tensors) -> dict[str, Array]:
         """The user's module in float32 on one sample: arrays by name, in the program's types.
@@ -86,8 +90,12 @@ class TracedProgram:
             if self._eager is None or self._layout is None:
                 flat = self.program.module()(*tensors)
                 return self._named(flat if isinstance(flat, (tuple, list)) else (flat,))
+            layout, module = self._layout, self._eager
+            count = len(layout.inner.names)
             try:
-                layout = self._layout.call(self._eager, tensors)
+                outputs, after = self._state.run(
+                    lambda: layout.call(module, tensors[:count]), tensors[count:]
+                )
             except Tpu2EdgeError:
                 raise
             except Exception as err:
@@ -96,14 +104,14 @@ class TracedProgram:
                     do="check the sample's values, or give real --inputs",
                     place=blame.place_of_exception(err, self._eager),
                 ) from err
-        expected = tuple(spec.name for spec in self.signature.outputs)
-        if layout.names != expected:
+        expected = tuple(s.name for s in self.signature.outputs if s.name not in self.state)
+        if outputs.names != expected:
             raise ExportError(
-                f"the module returns other outputs on another sample: {list(layout.names)}, "
+                f"the module returns other outputs on another sample: {list(outputs.names)}, "
                 f"traced {list(expected)}",
                 do="make the outputs independent of the values of the inputs",
             )
-        return self._named(layout.tensors)
+        return self._named((*outputs.tensors, *after))
 
     def oracle(self, inputs: Tensors) -> dict[str, Array]:
         """The traced program in float64 on one sample; integers and booleans stay what they are."""
@@ -219,20 +227,27 @@ class _Flat(nn.Module):
         super().__init__()
         self.inner = inner
         self.layout = layout
+        self.state = states.State()
         self.seen = _Seen()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = self.layout.call(self.inner, tensors)
+        count = len(self.layout.inner.names)
+        held = states.held(self.inner)
+        outputs, after = self.state.run(
+            lambda: self.layout.call(self.inner, tensors[:count]), tensors[count:]
+        )
+        self.seen.assigned = states.assigned(self.inner, held)
         self.seen.names, self.seen.left_out = outputs.names, outputs.left_out
-        return outputs.tensors
+        return (*outputs.tensors, *after)
 
 
 class _Seen:
-    """What the trace learned about the outputs; an object of its own, since torch.export puts the
+    """What the trace learned about outputs and state; an object of its own, since torch.export puts the
     module's attributes back after tracing."""
 
     names: tuple[str, ...] = ()
     left_out: tuple[Note, ...] = ()
+    assigned: Sequence[str] = ()
 
 
 def trace_module(
@@ -283,7 +298,7 @@ def trace_module(
         tensors = _roomy(tensors, call.names, dynamic or {})
         flat = _Flat(prepared.module, layout).eval()
         try:
-            program = _export(flat, tensors, symbols, call.names)
+            program = _export_with_state(flat, tensors, symbols, notes)
         except ExportError:
             if not prepared.half_dtypes:
                 raise
@@ -292,7 +307,16 @@ def trace_module(
             own = prepare_module(module, keep_half=True)
             flat = _Flat(own.module, layout).eval()
             given = _roomy(given, call.names, dynamic or {})
-            program = _export(flat, tuple(t.detach().cpu() for t in given), symbols, call.names)
+            given = tuple(t.detach().cpu() for t in given)
+            program = _export_with_state(flat, given, symbols, notes)
+        carried = _state_names(flat, call.names)
+        tensors = (
+            *tensors,
+            *(
+                _edge_input(name, value, notes)
+                for name, value in zip(carried, flat.state.initial(), strict=True)
+            ),
+        )
     notes.extend(flat.seen.left_out)
     half = half_precision.compute_in_float32(program)
     if half:
@@ -305,16 +329,24 @@ def trace_module(
         for name, value in call.constants.items()
         if value != "None"
     )
+    if carried:
+        text = (
+            f"state: {', '.join(carried)} go in and come out at every call, starting from the "
+            "values in the module (docs/state.md)"
+        )
+        notes.append(Note(code="state", text=text))
     return _traced(
         program,
-        call.names,
-        flat.seen.names,
+        (*call.names, *carried),
+        (*flat.seen.names, *carried),
         dynamic or {},
         signature_name,
         notes,
         None if half else prepared.module,
         layout,
         tensors,
+        flat.state,
+        carried,
     )
 
 
@@ -463,6 +495,75 @@ def _roomy(
     return tuple(out)
 
 
+def _export_with_state(
+    flat: _Flat, tensors: tuple[torch.Tensor, ...], symbols: Any, notes: list[Note]
+) -> ExportedProgram:
+    """The traced program; buffers that it writes to have become further inputs and outputs."""
+    program = _export(flat, tensors, symbols, flat.layout.inner.names)
+    wrapper = "inner."
+    for index in states.input_writes(program):
+        text = (
+            f"forward writes to its input '{flat.layout.inner.names[index]}': the file computes with the "
+            "new values, but the caller's array stays as it was"
+        )
+        notes.append(Note(code="input-written", text=text))
+    buffers, parameters = states.written(program)
+    if parameters:  # at worst too many were found: the decomposition knows
+        states.refuse_state(_parameter_writes(program))
+    found = list(
+        dict.fromkeys((*(path.removeprefix(wrapper) for path in buffers), *flat.seen.assigned))
+    )
+    if not found:
+        return program
+    flat.state = states.State.of(flat.inner, found)
+    program = _export_given_state(flat, tensors, symbols)
+    judged = states.unread(program, len(tensors))
+    if not judged.unread and not judged.unchanged:
+        return program
+    paths = flat.state.names
+    scratch = [path for index, path in enumerate(paths) if index in judged.unread]
+    kept = [
+        path for index, path in enumerate(paths) if index not in judged.unread | judged.unchanged
+    ]
+    if scratch:
+        shown = ", ".join(f"'{blame.strip_wrapper(path)}'" for path in scratch)
+        text = f"{shown}: written by forward, but nothing reads it; it is not in the file"
+        notes.append(Note(code="state-left-out", text=text))
+    flat.state = states.State.of(flat.inner, kept, scratch)
+    return _export_given_state(flat, tensors, symbols)
+
+
+def _export_given_state(
+    flat: _Flat, tensors: tuple[torch.Tensor, ...], symbols: Any
+) -> ExportedProgram:
+    initial = flat.state.initial()
+    if symbols is not None:
+        symbols = ((*symbols[0], *({} for _ in initial)),)
+    every = (*tensors, *(value.clone() for value in initial))
+    return _export(flat, every, symbols, flat.layout.inner.names)
+
+
+def _parameter_writes(program: ExportedProgram) -> ExportedProgram:
+    """The program in functional form, without what its signature says of buffers."""
+    functional: ExportedProgram = program.run_decompositions()
+    functional.graph_signature.output_specs = [
+        spec
+        for spec in functional.graph_signature.output_specs
+        if spec.kind is not OutputKind.BUFFER_MUTATION
+    ]
+    return functional
+
+
+def _state_names(flat: _Flat, input_names: Sequence[str]) -> tuple[str, ...]:
+    """``state.<path>``, under another first word if an input or output is called so already."""
+    taken = (*input_names, *flat.seen.names)
+    prefix, number = "state", 1
+    while any(name == prefix or name.startswith(f"{prefix}.") for name in taken):
+        number += 1
+        prefix = f"state{number}"
+    return tuple(f"{prefix}.{blame.strip_wrapper(path)}" for path in flat.state.names)
+
+
 def _export(
     flat: _Flat,
     tensors: tuple[torch.Tensor, ...],
@@ -554,6 +655,8 @@ def _traced(
     eager: nn.Module | None,
     layout: _Layout,
     tensors: tuple[torch.Tensor, ...],
+    state: states.State,
+    carried: Sequence[str],
 ) -> TracedProgram:
     check_constants(program)
     output_values = _output_values(program)
@@ -603,9 +706,13 @@ def _traced(
         },
         notes=tuple(notes),
         constant_outputs=frozenset(_independent_outputs(program, output_names)),
+        state={
+            name: blame.strip_wrapper(path) for name, path in zip(carried, state.names, strict=True)
+        },
         _eager=eager,
         _layout=layout,
         _oracle=oracle.Oracle(tapped),
+        _state=state,
     )
 
 

@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -1088,6 +1088,7 @@ class _Job:
             tensors = [t.name for graph in read_tflite(model.path).subgraphs for t in graph.tensors]
             layers.update(bundles.layers_of_tensors(tensors, nodes))
         write_atomically(folder / "layers.json", canonical_json(layers))
+        _write_state(folder / "state.npz", [part.program for part in parts])
         self.progress.end()
         bundles.write_manifest(
             folder,
@@ -1101,6 +1102,7 @@ class _Job:
                         "signature": part.program.signature.to_json(),
                         "reference": part.where,
                         "constant_outputs": sorted(part.program.constant_outputs),
+                        "state": dict(part.program.state),
                     }
                     for part in parts
                 ],
@@ -1187,6 +1189,15 @@ def _writer(
         extra=extra,
         **common,
     )
+
+
+def _write_state(file: Path, programs: Sequence[TracedProgram]) -> None:
+    """The values that an app starts from; signatures that share a buffer share its value."""
+    import numpy as np
+
+    values: dict[str, Any] = {name: p.example[name] for p in programs for name in p.state}
+    if values:
+        np.savez(file, **values)
 
 
 def _tested_model(file: Path, signatures: Sequence[Signature], recipe: str) -> EdgeModel:
@@ -1321,16 +1332,17 @@ def _synthetic(program: TracedProgram, count: int, seed: int) -> _Data:
     usable: list[Sample] = []
     notes: list[Note] = []
     eager: dict[str, Tensors] = {}
+    chain = _Chain(program)
     for sample in made:
         try:
-            eager[sample.id] = program.eager(sample.inputs)
+            called, eager[sample.id] = chain.call(sample)
         except Tpu2EdgeError:
             if sample.id == "example":
                 raise
             text = f"synthetic sample '{sample.id}' is one that the module cannot take: left out"
             notes.append(Note(code="sample-left-out", text=text))
         else:
-            usable.append(sample)
+            usable.append(called)
     usable.extend(_dynamic_ends(program, seed))
     notes.append(
         Note(
@@ -1364,8 +1376,58 @@ def _dynamic_ends(program: TracedProgram, seed: int) -> list[Sample]:
         made = synthetic_samples(
             program.example, program.signature.inputs, count=2, seed=seed, sizes=sizes
         )
-        samples.append(Sample(id=f"{label}-size", inputs=made[-1].inputs))
+        initial = {name: program.example[name] for name in program.state}
+        samples.append(Sample(id=f"{label}-size", inputs={**made[-1].inputs, **initial}))
     return samples
+
+
+class _Chain:
+    """Calls of the eager module one after the other, each with the state that the last one left.
+
+    So the samples of a stateful program have states that really occur. Without state it is eager.
+    """
+
+    def __init__(self, program: TracedProgram) -> None:
+        self._program = program
+        self._initial = {name: program.example[name] for name in program.state}
+        self._state: Tensors = self._initial
+
+    def call(self, sample: Sample, *, own: bool = False) -> tuple[Sample, Tensors]:
+        """The sample with its state, unless it brings its ``own``, and the outputs."""
+        program = self._program
+        if not program.state:
+            return sample, program.eager(sample.inputs)
+        outputs: Tensors
+        if own:
+            outputs = program.eager(sample.inputs)
+        else:
+            sample, outputs = self._with_state(sample)
+        self._state = {
+            name: outputs[name].astype(value.dtype) for name, value in self._initial.items()
+        }
+        return sample, outputs
+
+    def _with_state(self, sample: Sample) -> tuple[Sample, Tensors]:
+        called = Sample(id=sample.id, inputs={**sample.inputs, **self._state})
+        try:
+            return called, self._program.eager(called.inputs)
+        except Tpu2EdgeError:  # a cache that is full, say: from the beginning again
+            called = Sample(id=sample.id, inputs={**sample.inputs, **self._initial})
+            return called, self._program.eager(called.inputs)
+
+
+def _chained(program: TracedProgram, data: _Data) -> _Data:
+    """``data`` with a state in each sample of a stateful program: the one the sample before left."""
+    if not program.state:
+        return data
+    chain = _Chain(program)
+    samples: list[Sample] = []
+    eager: dict[str, Tensors] = {}
+    for sample in data.samples:
+        own = all(name in sample.inputs for name in program.state)
+        called, eager[sample.id] = chain.call(sample, own=own)
+        samples.append(called)
+    return _Data(samples, data.source, data.notes, eager)
 
 
 def _replayed(
@@ -1419,7 +1481,12 @@ def _given(
             raise refused
     source = {"kind": "given"}
     return [
-        _or_synthetic(program, _Data(mine, {**source, "count": len(mine)}), num_samples, seed)
+        _or_synthetic(
+            program,
+            _chained(program, _Data(mine, {**source, "count": len(mine)})),
+            num_samples,
+            seed,
+        )
         for program, mine in zip(programs, found, strict=True)
     ]
 
@@ -1437,8 +1504,6 @@ def _or_synthetic(program: TracedProgram, data: _Data, num_samples: int, seed: i
 
 def _from_files(programs: Sequence[TracedProgram], request: ExportRequest) -> list[_Data]:
     """The samples in files; with several signatures each file goes to those that it fits."""
-    from tpu2edge.runtime_check.samples import load_samples
-
     digests = {path: {"name": path.name, "sha256": _digest(path)} for path in request.inputs}
     if len(programs) == 1:
         fitting = [list(request.inputs)]
@@ -1448,7 +1513,7 @@ def _from_files(programs: Sequence[TracedProgram], request: ExportRequest) -> li
             refused: DataError | None = None
             for program, mine in zip(programs, fitting, strict=True):
                 try:
-                    load_samples([path], program.signature.inputs, lambda note: None)
+                    _loaded([path], program, lambda note: None)
                 except DataError as error:
                     refused = refused or error
                 else:
@@ -1462,28 +1527,47 @@ def _from_files(programs: Sequence[TracedProgram], request: ExportRequest) -> li
             result.append(_or_synthetic(program, empty, request.num_samples, request.seed))
             continue
         noted: list[Note] = []
-        loaded = load_samples(mine, program.signature.inputs, noted.append)
+        loaded = _loaded(mine, program, noted.append)
         extra = _dynamic_ends(program, request.seed)
         source = {"kind": "files", "files": [digests[path] for path in mine]}
-        result.append(_Data([*loaded, *extra], source, noted))
+        result.append(_chained(program, _Data([*loaded, *extra], source, noted)))
     return result
+
+
+def _loaded(paths: Sequence[Path], program: TracedProgram, on_note: NoteSink) -> Sequence[Sample]:
+    """The samples in files; those of a stateful program may leave the state out."""
+    from tpu2edge.runtime_check.samples import load_samples
+
+    inputs = program.signature.inputs
+    if program.state:
+        own = [spec for spec in inputs if spec.name not in program.state]
+        with contextlib.suppress(DataError):
+            return load_samples(paths, own, on_note)
+    return load_samples(paths, inputs, on_note)
 
 
 def _given_sample(program: TracedProgram, identity: str, tensors: Mapping[str, Any]) -> Sample:
     unknown = set(tensors) - {spec.name for spec in program.signature.inputs}
-    missing = [s.name for s in program.signature.inputs if s.name not in tensors]
+    specs = _given_specs(program, tensors)
+    missing = [spec.name for spec in specs if spec.name not in tensors]
     if unknown or missing:
         raise DataError(
             f"sample '{identity}' has the inputs {sorted(tensors)}",
-            do=f"give {[s.name for s in program.signature.inputs]}",
+            do=f"give {[spec.name for spec in specs]}",
         )
     return Sample(
         id=identity,
         inputs={
             spec.name: _edge_array(_array(_host(tensors[spec.name])), spec, identity)
-            for spec in program.signature.inputs
+            for spec in specs
         },
     )
+
+
+def _given_specs(program: TracedProgram, names: Iterable[str]) -> list[TensorSpec]:
+    """The inputs that samples with these names should have: the state may be left out as a whole."""
+    stateful = any(name in program.state for name in names)
+    return [s for s in program.signature.inputs if stateful or s.name not in program.state]
 
 
 def _array(value: Any) -> Any:
