@@ -215,6 +215,7 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
     fx_infra = toolkit.fx_infra
     program = _shallow(program)
     dynamic = any(is_dynamic(node) for node in program.graph.nodes)
+    toolkit.applied.clear()
     rewrites.on_exported(program, notes)
     program = fx_infra.graph_utils.reset_from_node_meta(program)
     try:
@@ -231,7 +232,7 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
         program = fx_infra.safe_run_decompositions(
             program, toolkit.lowering_decompositions(dynamic), can_skip=False
         )
-        rewrites.on_decomposed(program, notes)
+        rewrites.on_decomposed(program, notes, toolkit.applied)
     except Tpu2EdgeError:
         raise
     except Exception as err:
@@ -335,6 +336,7 @@ class _Toolkit:
         self._torch_tfl = torch_tfl
         self._signature: Signature | None = None  # of the program that is being lowered
         rewrites.add_lowerings(backend.lowerings.lower)
+        self.applied = set[str]()  # names of the rewrites that were used in place of an operator
         native.register()
 
     def convert_passes(self, program: ExportedProgram, dynamic: bool) -> ExportedProgram:
@@ -354,7 +356,7 @@ class _Toolkit:
             usual = torch.export.default_decompositions()
             for op in dynamic_sizes.TAKEN_APART:
                 table[op] = usual[op]
-        return rewrites.add_decompositions(table)
+        return rewrites.add_decompositions(table, self.applied)
 
     def lowering_decompositions(self, dynamic: bool) -> Any:
         # Not `table | {…}`: that gives a plain dict without the composite operators of the table.
