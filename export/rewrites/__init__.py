@@ -24,10 +24,14 @@ from typing import Any
 from torch.export import ExportedProgram
 
 from tpu2edge.export.rewrites import (
+    complex_numbers,
     convolution,
     fold_batch_norm,
+    high_rank,
+    matmul,
     pad,
     pooling,
+    random,
     resize,
     windows,
 )
@@ -54,6 +58,28 @@ REWRITES: tuple[Rewrite, ...] = (
         why="large constants are handed to the converter by reference and not folded there: a "
         "ResNet-50 would keep its 53 multiplications and run at half the speed",
         on_exported=fold_batch_norm.apply,
+    ),
+    Rewrite(
+        name="random",
+        why="a random operator would give the same numbers at every call, or ones that nothing can "
+        "be compared with: refused",
+        on_exported=random.refuse,
+    ),
+    Rewrite(
+        name="drop-checks",
+        why="a check of values has no form in LiteRT; the note says that the file does not check",
+        on_exported=random.drop_checks,
+    ),
+    Rewrite(
+        name="empty",
+        why="memory that is allocated first and written later has no lowering",
+        on_exported=random.fill_empty,
+    ),
+    Rewrite(
+        name="complex-numbers",
+        why="LiteRT has no complex numbers and two Fourier transforms on one thread; pairs of real "
+        "tensors and products with matrices give the same",
+        on_exported=complex_numbers.apply,
     ),
     Rewrite(
         name="convolution",
@@ -85,6 +111,18 @@ REWRITES: tuple[Rewrite, ...] = (
         why="RESIZE_BILINEAR ignores a given scale factor (wrong numbers); antialiased and other "
         "interpolations have no lowering, or gather",
         on_exported=resize.apply,
+    ),
+    Rewrite(
+        name="matmul",
+        why="BATCH_MATMUL takes no integers and at most five dimensions, to which the converter "
+        "itself merges reshapes",
+        decompositions=matmul.DECOMPOSITIONS,
+        on_decomposed=matmul.keep_rank,
+    ),
+    Rewrite(
+        name="high-rank",
+        why="elementwise kernels take four to six dimensions; the others do not convert",
+        on_decomposed=high_rank.apply,
     ),
 )
 
