@@ -26,7 +26,10 @@ from torch.export import ExportedProgram
 from tpu2edge.export.rewrites import (
     complex_numbers,
     convolution,
+    elementwise,
+    embedding_bag,
     fold_batch_norm,
+    grid_sample,
     high_rank,
     matmul,
     pad,
@@ -111,6 +114,21 @@ REWRITES: tuple[Rewrite, ...] = (
         why="RESIZE_BILINEAR ignores a given scale factor (wrong numbers); antialiased and other "
         "interpolations have no lowering, or gather",
         on_exported=resize.apply,
+    ),
+    Rewrite(
+        name="grid-sample",
+        why="grid_sample has no lowering in three dimensions, and none that converts with reflection",
+        decompositions=grid_sample.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="embedding-bag",
+        why="embedding_bag has no lowering",
+        on_exported=embedding_bag.apply,
+    ),
+    Rewrite(
+        name="elementwise",
+        why="a few elementwise operators have no lowering, or one that cannot be written to a file",
+        decompositions=elementwise.DECOMPOSITIONS,
     ),
     Rewrite(
         name="matmul",

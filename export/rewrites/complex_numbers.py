@@ -173,7 +173,7 @@ def _pair(value: Any, like: Tensor | None = None) -> Any:
         return value
     if isinstance(value, complex):
         return Pair(value.real, value.imag)  # type: ignore[arg-type]
-    return Pair(value, 0.0)  # type: ignore[arg-type]
+    return Pair(value, 0.0)
 
 
 def _times(a: Any, b: Any, product: Callable[[Any, Any], Any] = lambda a, b: a * b) -> Any:
@@ -297,8 +297,8 @@ def _view_as_real(_: Const, z: Any) -> Any:
 
 
 def _complex(_: Const, re: Tensor, im: Tensor) -> Any:
-    shape = torch.broadcast_shapes(re.shape, im.shape)
-    return Pair(re.expand(shape), im.expand(shape))
+    re, im = torch.broadcast_tensors(re, im)
+    return Pair(re, im)
 
 
 def _polar(_: Const, size: Tensor, angle: Tensor) -> Any:
@@ -315,7 +315,8 @@ def _einsum(_: Const, equation: str, operands: Sequence[Any], **__: Any) -> Any:
         return Pair(torch.einsum(equation, one.re), torch.einsum(equation, one.im))
     if len(operands) != 2:
         raise NotImplementedError("einsum of more than two complex operands")
-    return _times(*operands, lambda a, b: torch.einsum(equation, a, b))
+    a, b = operands
+    return _times(a, b, lambda a, b: torch.einsum(equation, a, b))
 
 
 def _to(_: Const, z: Any, *args: Any, **kwargs: Any) -> Any:
@@ -690,11 +691,55 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
 _ALWAYS = frozenset(name for name in _HANDLERS if name.startswith("fft_") or name == "stft")
 
 _PARTWISE = frozenset(
-    """
-    view reshape permute transpose t slice select narrow unsqueeze squeeze expand expand_as roll
-    flip pad constant_pad_nd clone contiguous index_select index gather unflatten flatten repeat
-    movedim alias detach split split_with_sizes chunk unbind sum mean fft_fftshift fft_ifftshift
-    tile repeat_interleave tril triu numpy_T swapaxes cumsum _unsafe_view lift_fresh_copy
-    lift_fresh detach_ moveaxis diagonal unfold
-    """.split()
+    [
+        "view",
+        "reshape",
+        "permute",
+        "transpose",
+        "t",
+        "slice",
+        "select",
+        "narrow",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "expand_as",
+        "roll",
+        "flip",
+        "pad",
+        "constant_pad_nd",
+        "clone",
+        "contiguous",
+        "index_select",
+        "index",
+        "gather",
+        "unflatten",
+        "flatten",
+        "repeat",
+        "movedim",
+        "alias",
+        "detach",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "sum",
+        "mean",
+        "fft_fftshift",
+        "fft_ifftshift",
+        "tile",
+        "repeat_interleave",
+        "tril",
+        "triu",
+        "numpy_T",
+        "swapaxes",
+        "cumsum",
+        "_unsafe_view",
+        "lift_fresh_copy",
+        "lift_fresh",
+        "detach_",
+        "moveaxis",
+        "diagonal",
+        "unfold",
+    ]
 )

@@ -42,15 +42,13 @@ def apply(program: ExportedProgram) -> int:
 
 def _is_elementwise(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags
+    return torch.Tag.pointwise in tags and node.target is not aten.clone.default
 
 
 def _merge(node: Node, value: torch.Tensor) -> bool:
     operands = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     rank, shape = value.dim(), list(value.shape)
-    padded = {
-        n: [1] * (rank - n.meta["val"].dim()) + list(n.meta["val"].shape) for n in operands
-    }
+    padded = {n: [1] * (rank - n.meta["val"].dim()) + list(n.meta["val"].shape) for n in operands}
     same = all(sizes == shape or math.prod(sizes) == 1 for sizes in padded.values())
     limit = 6 if same or node.target in _WIDE else _MOST_DIMS
     if rank <= limit and node.target not in _NARROW:
@@ -81,12 +79,22 @@ def _merge(node: Node, value: torch.Tensor) -> bool:
             sizes_new = merged
         else:
             sizes_new = [math.prod(sizes[a] for a in group) for group in groups] or [1]
-        new[operand] = graph.call(node, aten.view.default, source, sizes_new, like=node) if (
-            list(source.meta["val"].shape) != sizes_new
-        ) else source
+        if list(source.meta["val"].shape) != sizes_new and not source.meta["val"].is_contiguous():
+            source = graph.call(
+                node, aten.clone.default, source, like=node, memory_format=torch.contiguous_format
+            )
+        new[operand] = (
+            graph.call(node, aten.view.default, source, sizes_new, like=node)
+            if (list(source.meta["val"].shape) != sizes_new)
+            else source
+        )
     args = torch.fx.node.map_arg(node.args, lambda n: new.get(n, n))
     kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: new.get(n, n))
     flat = graph.call(node, node.target, *args, like=node, **kwargs)
+    if not flat.meta["val"].is_contiguous():
+        flat = graph.call(
+            node, aten.clone.default, flat, like=node, memory_format=torch.contiguous_format
+        )
     back = graph.call(node, aten.view.default, flat, shape, like=node)
     node.replace_all_uses_with(back)
     node.graph.erase_node(node)

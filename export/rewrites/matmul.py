@@ -6,6 +6,7 @@ barrier between them keeps the product in three dimensions.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -85,10 +86,11 @@ def keep_rank(program: ExportedProgram) -> int:
             from litert_torch.backend import optimization_barrier as module
 
             barrier = module.optimization_barrier_op
-        for arg in list(node.all_input_nodes):
-            node.replace_input_with(arg, _barred(node, arg, barrier))
-        following = node.next
-        kept = _barred(following, node, barrier)
+        operands = list(node.all_input_nodes)
+        for arg, kept in zip(operands, _barred(node, operands, barrier), strict=False):
+            node.replace_input_with(arg, kept)
+        # A barrier of one tensor alone cannot be lowered.
+        (kept, _) = _barred(node.next, [node, operands[0]], barrier)
         tied = kept.args[0]
         node.replace_all_uses_with(kept, delete_user_cb=lambda user, tied=tied: user is not tied)
         count += 1
@@ -97,11 +99,14 @@ def keep_rank(program: ExportedProgram) -> int:
     return count
 
 
-def _barred(before: Node, value: Node, barrier: Callable[..., Any]) -> Node:
-    tied = graph.call(before, barrier, [value], like=value)
-    import operator
-
-    return graph.call(before, operator.getitem, tied, 0, like=value)
+def _barred(before: Node, values: list[Node], barrier: Callable[..., Any]) -> list[Node]:
+    if len(values) == 1:
+        values = values * 2
+    tied = graph.call(before, barrier, values, like=values[0])
+    return [
+        graph.call(before, operator.getitem, tied, index, like=value)
+        for index, value in enumerate(values)
+    ]
 
 
 def _many(node: Node) -> bool:
@@ -117,13 +122,14 @@ def _many(node: Node) -> bool:
 def _used_by_many(node: Node) -> bool:
     for user in node.users:
         value = user.meta.get("val")
-        if user.target in _RESHAPES and isinstance(value, Tensor):
-            if value.dim() > _MOST_DIMS or _used_by_many(user):
-                return True
+        if user.target not in _RESHAPES or not isinstance(value, Tensor):
+            continue
+        if value.dim() > _MOST_DIMS or _used_by_many(user):
+            return True
     return False
 
 
-DECOMPOSITIONS = {
+DECOMPOSITIONS: dict[Any, Any] = {
     aten.mm.default: _integers,
     aten.bmm.default: _integers,
     aten.addmm.default: _add,

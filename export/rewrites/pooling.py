@@ -49,9 +49,7 @@ def _is_item(user: Node, index: int) -> bool:
     return "getitem" in str(user.target) and user.args[1] == index
 
 
-def _function(
-    make: Callable[..., Any], node: Node, dims: int, indices: bool
-) -> Callable[..., Any]:
+def _function(make: Callable[..., Any], node: Node, dims: int, indices: bool) -> Callable[..., Any]:
     def function(const: Const, *args: Any, **kwargs: Any) -> Any:
         given = {"op": node.target, **arguments(node.target, args, kwargs)}
         x = given["self"]
@@ -108,7 +106,8 @@ def _average(
     counts = [_counts(sizes[i], outs[i], k[i], s[i], p[i], include) for i in range(dims)]
     cut = override is None and any(one != k[i] for i in range(dims) for one in counts[i])
     factor = 1.0 if override is None else math.prod(k) / override
-    if factor == 1.0 and not cut and not any(extra) and dims < 3 and batched:
+    # Not with ceil_mode: the converter may make a negative pad of it.
+    if factor == 1.0 and not cut and not ceil and dims < 3 and batched:
         return NotImplemented
     if any(p) or any(extra):
         pads: list[int] = []

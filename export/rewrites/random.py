@@ -21,20 +21,58 @@ __all__ = ["drop_checks", "fill_empty", "refuse"]
 aten = torch.ops.aten
 
 _NAMES = frozenset(
-    """
-    rand rand_like randn randn_like randint randint_like randperm normal normal_ normal_functional
-    uniform uniform_ bernoulli bernoulli_ multinomial exponential exponential_ poisson geometric
-    geometric_ cauchy cauchy_ log_normal log_normal_ random random_ binomial _standard_gamma
-    _sample_dirichlet native_dropout fractional_max_pool2d fractional_max_pool3d
-    """.split()
+    [
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "randint",
+        "randint_like",
+        "randperm",
+        "normal",
+        "normal_",
+        "normal_functional",
+        "uniform",
+        "uniform_",
+        "bernoulli",
+        "bernoulli_",
+        "multinomial",
+        "exponential",
+        "exponential_",
+        "poisson",
+        "geometric",
+        "geometric_",
+        "cauchy",
+        "cauchy_",
+        "log_normal",
+        "log_normal_",
+        "random",
+        "random_",
+        "binomial",
+        "_standard_gamma",
+        "_sample_dirichlet",
+        "native_dropout",
+        "fractional_max_pool2d",
+        "fractional_max_pool3d",
+    ]
 )
 # Random only when the argument `training` (or `train`) is true and `p` is above 0.
 _TRAINING = frozenset(
-    """
-    dropout dropout_ feature_dropout feature_dropout_ alpha_dropout alpha_dropout_
-    feature_alpha_dropout feature_alpha_dropout_ rrelu rrelu_ rrelu_with_noise rrelu_with_noise_
-    rrelu_with_noise_functional
-    """.split()
+    [
+        "dropout",
+        "dropout_",
+        "feature_dropout",
+        "feature_dropout_",
+        "alpha_dropout",
+        "alpha_dropout_",
+        "feature_alpha_dropout",
+        "feature_alpha_dropout_",
+        "rrelu",
+        "rrelu_",
+        "rrelu_with_noise",
+        "rrelu_with_noise_",
+        "rrelu_with_noise_functional",
+    ]
 )
 _CHECKS = (
     "_assert_async",
@@ -122,7 +160,13 @@ def fill_empty(program: ExportedProgram) -> int:
     """
     count = 0
     for node in list(program.graph.nodes):
-        if _name(node) not in ("empty", "empty_like", "new_empty", "empty_strided", "empty_permuted"):
+        if _name(node) not in (
+            "empty",
+            "empty_like",
+            "new_empty",
+            "empty_strided",
+            "empty_permuted",
+        ):
             continue
         if node.users and not any(_writes(user) for user in node.users):
             raise LoweringError(
@@ -147,8 +191,28 @@ def fill_empty(program: ExportedProgram) -> int:
 
 
 _VIEWS = frozenset(
-    "select slice view reshape narrow transpose permute unsqueeze squeeze expand diagonal t "
-    "view_as_real view_as_complex alias split chunk unbind unflatten flatten".split()
+    [
+        "select",
+        "slice",
+        "view",
+        "reshape",
+        "narrow",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "diagonal",
+        "t",
+        "view_as_real",
+        "view_as_complex",
+        "alias",
+        "split",
+        "chunk",
+        "unbind",
+        "unflatten",
+        "flatten",
+    ]
 )
 
 

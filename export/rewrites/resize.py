@@ -87,7 +87,7 @@ def _matrix(
     scales: list[float | None] = [None] * dims
     scales[axis] = scale
     direct = getattr(aten, op._schema.name.split("::")[1]).default
-    rows = direct(lines, sizes, corners, *scales)
+    rows: Tensor = direct(lines, sizes, corners, *scales)
     for other in reversed(range(dims)):
         if other != axis:
             rows = rows.select(2 + other, 0)

@@ -161,9 +161,7 @@ def add_constant(program: ExportedProgram, tensor: torch.Tensor) -> fx.Node:
     program.constants[name] = value
     specs.insert(
         index,
-        InputSpec(
-            kind=InputKind.CONSTANT_TENSOR, arg=TensorArgument(name=node.name), target=name
-        ),
+        InputSpec(kind=InputKind.CONSTANT_TENSOR, arg=TensorArgument(name=node.name), target=name),
     )
     return node
 
@@ -190,6 +188,7 @@ def _mode(program: ExportedProgram) -> FakeTensorMode:
 
 
 def is_dynamic(node: fx.Node) -> bool:
+    """Whether a size of the result or of an argument is known only when the model runs."""
     for item in (node, *node.all_input_nodes):
         value = item.meta.get("val")
         for one in value if isinstance(value, (list, tuple)) else (value,):

@@ -136,10 +136,10 @@ def _repeat(x: Tensor, repeats: Sequence[int]) -> Any:
     return x
 
 
-DECOMPOSITIONS = {
+DECOMPOSITIONS: dict[Any, Any] = {
     aten.unfold.default: _unfold,
     aten.im2col.default: _im2col,
     aten.flip.default: _flip,
     aten.repeat.default: _repeat,
 }
-SPLICES = {aten.col2im.default: _col2im}
+SPLICES: dict[Any, Any] = {aten.col2im.default: _col2im}
