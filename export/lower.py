@@ -35,7 +35,8 @@ from tpu2edge.errors import (
     Tpu2EdgeError,
     error_from_json,
 )
-from tpu2edge.export import blame, dynamic_sizes, rewrites
+from tpu2edge.export import blame, dynamic_sizes, rewrites, state
+from tpu2edge.export.default_sizes import write_smallest_sizes
 from tpu2edge.export.loops import outline_loops
 from tpu2edge.export.own_outputs import own_outputs
 from tpu2edge.export.rewrites import native
@@ -171,6 +172,7 @@ def lower_programs(
                 own_outputs(toolkit.ir, _operation(merged))
             progress("write")
             toolkit.converter.export_flatbuffer_to_file(_operation(merged), str(path))
+            write_smallest_sizes(path, [traced.signature for traced in programs])
         except Tpu2EdgeError:
             raise
         except Exception as err:
@@ -224,7 +226,7 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
                 can_skip=False,
             )
             # Before litert-torch's passes, which drop what is written to buffers without a word.
-            refuse_state(program)
+            state.refuse_state(program)
         program = toolkit.convert_passes(program, dynamic)
         _int32_ranges(program)
         program = fx_infra.safe_run_decompositions(
@@ -304,45 +306,6 @@ class _Int32Range:
         return result
 
 
-def refuse_state(program: ExportedProgram) -> None:
-    """Refuse a program that writes to its own buffers or parameters.
-
-    Raises:
-        ConversionError: it does; LiteRT would start from the same state at every call.
-    """
-    signature = program.graph_signature
-    written = [
-        blame.strip_wrapper(name)
-        for name in (
-            *signature.buffers_to_mutate.values(),
-            *getattr(signature, "parameters_to_mutate", {}).values(),
-        )
-    ]
-    if not written:
-        return
-    shown = ", ".join(f"'{name}'" for name in dict.fromkeys(written))
-    place = Place(tensor=written[0])
-    for mutated, target in signature.buffers_to_mutate.items():
-        node = next((n for n in program.graph.nodes if n.name == mutated), None)
-        if node is not None and node.meta.get("stack_trace"):
-            found = blame.place_of_node(node)
-            place = Place(
-                module=found.module,
-                op=found.op,
-                file=found.file,
-                line=found.line,
-                code=found.code,
-                tensor=blame.strip_wrapper(target),
-            )
-            break
-    raise ConversionError(
-        f"the model writes to its own state ({shown}), which a LiteRT file would lose: every call "
-        "would start again from the values at export",
-        do="take the state as an input and return the new one as an output",
-        place=place,
-    )
-
-
 # ------------------------------------------------------------------------------------- litert-torch
 
 
@@ -390,8 +353,9 @@ class _Toolkit:
         if dynamic:
             for op in dynamic_sizes.KEPT_WHOLE:
                 table.pop(op, None)
+            usual = torch.export.default_decompositions()
             for op in dynamic_sizes.TAKEN_APART:
-                table[op] = op.decompose
+                table[op] = usual[op]
         return rewrites.add_decompositions(table, self.applied)
 
     def lowering_decompositions(self, dynamic: bool) -> Any:

@@ -28,15 +28,22 @@ from torch.export import ExportedProgram
 
 from tpu2edge.export.rewrites import (
     broadcast_transpose,
+    complex_numbers,
     convolution,
     counting,
     data_dependent,
+    elementwise,
+    embedding_bag,
     fold_batch_norm,
+    grid_sample,
+    high_rank,
     indexing,
     integers,
+    matmul,
     nearest,
     pad,
     pooling,
+    random,
     recurrent,
     resize,
     scattering,
@@ -144,6 +151,28 @@ REWRITES: tuple[Rewrite, ...] = (
         decompositions=counting.DECOMPOSITIONS,
     ),
     Rewrite(
+        name="random",
+        why="a random operator would give the same numbers at every call, or ones that nothing can "
+        "be compared with: refused",
+        on_exported=random.refuse,
+    ),
+    Rewrite(
+        name="drop-checks",
+        why="a check of values has no form in LiteRT; the note says that the file does not check",
+        on_exported=random.drop_checks,
+    ),
+    Rewrite(
+        name="empty",
+        why="memory that is allocated first and written later has no lowering",
+        on_exported=random.fill_empty,
+    ),
+    Rewrite(
+        name="complex-numbers",
+        why="LiteRT has no complex numbers and two Fourier transforms on one thread; pairs of real "
+        "tensors and products with matrices give the same",
+        on_exported=complex_numbers.apply,
+    ),
+    Rewrite(
         name="convolution",
         why="transposed convolutions with padding, dilation or groups, and grouped ones in three "
         "dimensions, do not convert (some crash the converter)",
@@ -173,6 +202,33 @@ REWRITES: tuple[Rewrite, ...] = (
         why="RESIZE_BILINEAR ignores a given scale factor (wrong numbers); antialiased and other "
         "interpolations have no lowering, or gather",
         on_exported=resize.apply,
+    ),
+    Rewrite(
+        name="grid-sample",
+        why="grid_sample has no lowering in three dimensions, and none that converts with reflection",
+        decompositions=grid_sample.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="embedding-bag",
+        why="embedding_bag has no lowering",
+        on_exported=embedding_bag.apply,
+    ),
+    Rewrite(
+        name="elementwise",
+        why="a few elementwise operators have no lowering, or one that cannot be written to a file",
+        decompositions=elementwise.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="matmul",
+        why="BATCH_MATMUL takes no integers and at most five dimensions, to which the converter "
+        "itself merges reshapes",
+        decompositions=matmul.DECOMPOSITIONS,
+        on_decomposed=matmul.keep_rank,
+    ),
+    Rewrite(
+        name="high-rank",
+        why="elementwise kernels take four to six dimensions; the others do not convert",
+        on_decomposed=high_rank.apply,
     ),
 )
 

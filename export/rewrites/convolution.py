@@ -191,7 +191,7 @@ def _same(
     return y.squeeze(0) if unbatched else y
 
 
-DECOMPOSITIONS = {
+DECOMPOSITIONS: dict[Any, Any] = {
     aten.convolution.default: _convolution,
     aten.conv1d.padding: _same,
     aten.conv2d.padding: _same,

@@ -197,11 +197,6 @@ def _cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> A
 # --------------------------------------------------------------------------------- grouped products
 
 
-def _empty(size: Any, physical_layout: Any, *, dtype: Any = None, **_: Any) -> torch.Tensor:
-    """What routing allocates for the inverse of a permutation, before all of it is written."""
-    return torch.zeros(size, dtype=dtype)
-
-
 def _grouped_mm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -267,7 +262,6 @@ DECOMPOSITIONS: dict[Any, Any] = {
     aten.cumprod.default: _cumprod,
     aten.cumsum.default: _cumsum,
     aten.logcumsumexp.default: _logcumsumexp,
-    aten.empty_permuted.default: _empty,
     aten._grouped_mm.default: _grouped_mm,
     torch.ops.tpu2edge.grouped_mm.default: _grouped_mm,
 }

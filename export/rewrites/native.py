@@ -170,7 +170,8 @@ def divide(name: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The same of two int32 or two float32 tensors (``div``: int32 only)."""
     op = getattr(_OPS, name).default
     if max(x.dim(), y.dim()) <= 4:
-        return op(x, y)  # type: ignore[no-any-return]
+        direct: torch.Tensor = op(x, y)
+        return direct
     shape = shared_shape(x.shape, y.shape)  # the kernels broadcast up to rank 4
     x, y = x.expand(shape), y.expand(shape)
     result: torch.Tensor = op(x.reshape(-1), y.reshape(-1)).reshape(x.shape)

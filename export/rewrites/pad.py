@@ -99,13 +99,13 @@ _MODES = {"reflect": _reflect, "replicate": _replicate, "circular": _circular}
 def _pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
     if mode not in _MODES:
         return aten.constant_pad_nd.default(x, pad, 0 if value is None else value)
-    if mode == "reflect" and x.dim() == 4 and len(pad) == 4 and min(pad) >= 0:
-        if x.dtype is torch.float32 and max(pad) > 0:
-            return aten.reflection_pad2d.default(x, pad)  # MIRROR_PAD
+    plane = x.dim() == 4 and len(pad) == 4 and x.dtype is torch.float32
+    if mode == "reflect" and plane and min(pad) >= 0:
+        return aten.reflection_pad2d.default(x, pad)  # MIRROR_PAD
     return _MODES[mode](x, pad)
 
 
-DECOMPOSITIONS = {
+DECOMPOSITIONS: dict[Any, Any] = {
     aten.constant_pad_nd.default: _constant,
     aten.pad.default: _pad,
     aten._pad_circular.default: _circular,

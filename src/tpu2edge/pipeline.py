@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -49,8 +49,10 @@ from tpu2edge.types import (
 if TYPE_CHECKING:
     import torch
 
+    from tpu2edge.export.lower import Lowered
     from tpu2edge.export.program import TracedProgram
     from tpu2edge.runtime_check.budget import Budget
+    from tpu2edge.runtime_check.devices.client import Tap
     from tpu2edge.runtime_check.metrics import OutputMetrics
     from tpu2edge.runtime_check.parity import CaseReport, ParityReport
     from tpu2edge.runtime_check.reference import Reference, ReferenceWriter
@@ -172,7 +174,7 @@ def export_model(
     reference: Reference | Path | str = "eager",
     samples: Sequence[Sample | Mapping[str, Any]] | None = None,
     num_samples: int = 8,
-    dynamic: Mapping[str, Mapping[int, Dim]] | None = None,
+    dynamic: Mapping[str, Mapping[int, Dim | torch.export.Dim]] | None = None,
     shapes: Mapping[str, Sequence[Sequence[int]]] | None = None,
     signature_name: str = "serving_default",
     devices: Sequence[str] = ("host",),
@@ -205,7 +207,8 @@ def export_model(
             variations of it, and the report says that the data is synthetic. With several
             signatures each sample goes to those whose inputs it fits.
         num_samples: how many synthetic samples.
-        dynamic: for each input name, which axes may change, e.g. ``{"x": {0: Dim(...)}}``.
+        dynamic: for each input name, which axes may change, e.g. ``{"x": {0: Dim(...)}}``, with
+            this package's Dim or torch.export.Dim; both ends and a size between are checked.
         shapes: for input names, several shapes each, ``{"x": [(1, 3, 8, 8), (4, 3, 8, 8)]}``: one
             signature for each, the k-th shapes of all inputs together. The first is called
             ``signature_name``, others have their shapes behind it, ``serving_default_4x3x8x8``.
@@ -372,7 +375,7 @@ def _is_program(target: Any) -> bool:
 
 def _trace(
     entries: _Entries,
-    dynamic: Mapping[str, Mapping[int, Dim]] | None,
+    dynamic: Mapping[str, Mapping[int, Any]] | None,
     shapes: Mapping[str, Sequence[Sequence[int]]] | None,
     several: bool,
 ) -> list[TracedProgram]:
@@ -605,6 +608,7 @@ def check_target(
             for m in models
         }
         others = {spec.name for m in models for s in m.signatures for spec in s.outputs}
+        others.update(name for budget in stored.values() for name in budget["outputs"])
     else:
         if request.reference is None:
             raise OptionError(
@@ -789,10 +793,10 @@ class _Job:
                 truth = self._references(folder / where, program, samples, provenance, log)
                 parts.append(_Part(program, where, truth))
             _release_memory()
-            base, nodes = self._lower(folder, programs, log)
+            base, lowered = self._lower(folder, programs, log)
             _release_memory()
-            report, models = self._family(folder, parts, base, nodes, log)
-            self._write(folder, parts, report, models, nodes, provenance, started)
+            report, models = self._family(folder, parts, base, lowered, log)
+            self._write(folder, parts, report, models, lowered.nodes, provenance, started)
             if self.log_path is not None:
                 log.flush()
                 shutil.copyfile(self.log_path, folder / "log.txt")
@@ -897,10 +901,15 @@ class _Job:
     ) -> references.Predicted:
         if self.isolate:
             return references.predict_isolated(
-                program.program, program.signature, samples, choice, log=log, progress=self.progress
+                program.tapped,
+                program.tapped_signature,
+                samples,
+                choice,
+                log=log,
+                progress=self.progress,
             )
         return references.predict_outputs(
-            program.program, program.signature, samples, choice, progress=self.progress
+            program.tapped, program.tapped_signature, samples, choice, progress=self.progress
         )
 
     def _prove(
@@ -934,7 +943,7 @@ class _Job:
 
     def _lower(
         self, folder: Path, programs: Sequence[TracedProgram], log: IO[bytes]
-    ) -> tuple[Path, dict[str, Any]]:
+    ) -> tuple[Path, Lowered]:
         from tpu2edge.export.lower import Loweree, lower_isolated, lower_programs
 
         base = folder / "model.float32.tflite"
@@ -944,14 +953,14 @@ class _Job:
         else:
             lowered = lower_programs(lowerees, base, progress=self.progress)
         self._say(lowered.notes)
-        return base, dict(lowered.nodes)
+        return base, lowered
 
     def _family(
         self,
         folder: Path,
         parts: Sequence[_Part],
         base: Path,
-        nodes: Mapping[str, Any],
+        lowered: Lowered,
         log: IO[bytes],
     ) -> tuple[ParityReport, list[tuple[EdgeModel, Budget]]]:
         from tpu2edge.quantize.apply import quantize_file
@@ -972,7 +981,10 @@ class _Job:
                 for part in parts:
                     report = self._check(folder, model, budget, device, part, parts, log)
                     if recipe == "float32" and device == "host":
-                        _refuse_unrunnable(report, file, nodes)
+                        _refuse_unrunnable(report, file, lowered.nodes)
+                    if device == "host":
+                        cases = self._check_taps(model, budget, part, lowered, log)
+                        report = replace(report, cases=(*report.cases, *cases))
                     if recipe in self.recipes:
                         reports.append(report)
             if recipe in self.recipes:
@@ -1018,11 +1030,43 @@ class _Job:
             threads=self.threads,
             constant_outputs=part.program.constant_outputs,
             other_outputs=frozenset(
-                spec.name for other in parts for spec in other.program.signature.outputs
+                name
+                for other in parts
+                for name in (
+                    *(spec.name for spec in other.program.signature.outputs),
+                    *other.program.taps,
+                )
             ),
             keep=kept if keep else None,
             log=log,
             progress=self.progress,
+        )
+
+    def _check_taps(
+        self,
+        model: EdgeModel,
+        budget: Budget,
+        part: _Part,
+        lowered: Lowered,
+        log: IO[bytes],
+    ) -> tuple[CaseReport, ...]:
+        """The values before a final softmax or sigmoid, where the file still has them."""
+        from tpu2edge.runtime_check.budget import default_budget
+        from tpu2edge.runtime_check.parity import check_taps
+
+        if not part.program.taps:
+            return ()
+        return check_taps(
+            model,
+            part.truth.reference,
+            _taps_in(model.path, part.program, lowered.origins),
+            budget,
+            oracle=part.truth.oracle,
+            eager=part.truth.eager,
+            conversion=default_budget("float32"),
+            floor=part.truth.floor,
+            threads=self.threads,
+            log=log,
         )
 
     def _write(
@@ -1044,6 +1088,7 @@ class _Job:
             tensors = [t.name for graph in read_tflite(model.path).subgraphs for t in graph.tensors]
             layers.update(bundles.layers_of_tensors(tensors, nodes))
         write_atomically(folder / "layers.json", canonical_json(layers))
+        _write_state(folder / "state.npz", [part.program for part in parts])
         self.progress.end()
         bundles.write_manifest(
             folder,
@@ -1057,6 +1102,7 @@ class _Job:
                         "signature": part.program.signature.to_json(),
                         "reference": part.where,
                         "constant_outputs": sorted(part.program.constant_outputs),
+                        "state": dict(part.program.state),
                     }
                     for part in parts
                 ],
@@ -1145,6 +1191,15 @@ def _writer(
     )
 
 
+def _write_state(file: Path, programs: Sequence[TracedProgram]) -> None:
+    """The values that an app starts from; signatures that share a buffer share its value."""
+    import numpy as np
+
+    values: dict[str, Any] = {name: p.example[name] for p in programs for name in p.state}
+    if values:
+        np.savez(file, **values)
+
+
 def _tested_model(file: Path, signatures: Sequence[Signature], recipe: str) -> EdgeModel:
     return EdgeModel(
         path=file,
@@ -1158,6 +1213,41 @@ def _tested_model(file: Path, signatures: Sequence[Signature], recipe: str) -> E
 _NO_KERNEL = re.compile(r"[Dd]idn't find op for builtin opcode '(?P<op>\w+)'")
 _NODE_FAILED = re.compile(r"Node number (?P<node>\d+) \((?P<op>\w+)\) failed to (?P<what>\w+)")
 _CUSTOM = re.compile(r"Encountered unresolved custom op: (?P<op>[\w.]+)")
+
+
+def _taps_in(file: Path, program: TracedProgram, origins: Mapping[str, str]) -> list[Tap]:
+    """The file's tensors that hold the values before final activations.
+
+    A tensor is called after the nodes that it was fused from; the last name of the last node that
+    an exported one was decomposed to holds its result.
+    """
+    from tpu2edge.flatbuffer import before_squashing, read_tflite
+    from tpu2edge.runtime_check.devices.client import Tap
+
+    read = read_tflite(file)
+    entry = next((e for e in read.signatures if e.name == program.signature.name), None)
+    if entry is None:
+        return []
+    graph = read.subgraphs[entry.subgraph]
+    made = {index for operator in graph.operators for index in operator.outputs}
+    squashed = before_squashing(read)
+    found: list[Tap] = []
+    for output, name, node in zip(
+        program.tapped_outputs, program.taps, program.tap_nodes, strict=True
+    ):
+        endings = [f"/{label};" for label, origin in origins.items() if origin == node]
+        index = next(
+            (
+                tensor.index
+                for ending in reversed(endings)
+                for tensor in graph.tensors
+                if tensor.index in made and tensor.name.endswith(ending)
+            ),
+            squashed.get((entry.name, output)),
+        )
+        if index is not None:
+            found.append(Tap(name, index, entry.name))
+    return found
 
 
 def _refuse_unrunnable(report: ParityReport, file: Path, nodes: Mapping[str, Any]) -> None:
@@ -1242,16 +1332,17 @@ def _synthetic(program: TracedProgram, count: int, seed: int) -> _Data:
     usable: list[Sample] = []
     notes: list[Note] = []
     eager: dict[str, Tensors] = {}
+    chain = _Chain(program)
     for sample in made:
         try:
-            eager[sample.id] = program.eager(sample.inputs)
+            called, eager[sample.id] = chain.call(sample)
         except Tpu2EdgeError:
             if sample.id == "example":
                 raise
             text = f"synthetic sample '{sample.id}' is one that the module cannot take: left out"
             notes.append(Note(code="sample-left-out", text=text))
         else:
-            usable.append(sample)
+            usable.append(called)
     usable.extend(_dynamic_ends(program, seed))
     notes.append(
         Note(
@@ -1285,8 +1376,58 @@ def _dynamic_ends(program: TracedProgram, seed: int) -> list[Sample]:
         made = synthetic_samples(
             program.example, program.signature.inputs, count=2, seed=seed, sizes=sizes
         )
-        samples.append(Sample(id=f"{label}-size", inputs=made[-1].inputs))
+        initial = {name: program.example[name] for name in program.state}
+        samples.append(Sample(id=f"{label}-size", inputs={**made[-1].inputs, **initial}))
     return samples
+
+
+class _Chain:
+    """Calls of the eager module one after the other, each with the state that the last one left.
+
+    So the samples of a stateful program have states that really occur. Without state it is eager.
+    """
+
+    def __init__(self, program: TracedProgram) -> None:
+        self._program = program
+        self._initial = {name: program.example[name] for name in program.state}
+        self._state: Tensors = self._initial
+
+    def call(self, sample: Sample, *, own: bool = False) -> tuple[Sample, Tensors]:
+        """The sample with its state, unless it brings its ``own``, and the outputs."""
+        program = self._program
+        if not program.state:
+            return sample, program.eager(sample.inputs)
+        outputs: Tensors
+        if own:
+            outputs = program.eager(sample.inputs)
+        else:
+            sample, outputs = self._with_state(sample)
+        self._state = {
+            name: outputs[name].astype(value.dtype) for name, value in self._initial.items()
+        }
+        return sample, outputs
+
+    def _with_state(self, sample: Sample) -> tuple[Sample, Tensors]:
+        called = Sample(id=sample.id, inputs={**sample.inputs, **self._state})
+        try:
+            return called, self._program.eager(called.inputs)
+        except Tpu2EdgeError:  # a cache that is full, say: from the beginning again
+            called = Sample(id=sample.id, inputs={**sample.inputs, **self._initial})
+            return called, self._program.eager(called.inputs)
+
+
+def _chained(program: TracedProgram, data: _Data) -> _Data:
+    """``data`` with a state in each sample of a stateful program: the one the sample before left."""
+    if not program.state:
+        return data
+    chain = _Chain(program)
+    samples: list[Sample] = []
+    eager: dict[str, Tensors] = {}
+    for sample in data.samples:
+        own = all(name in sample.inputs for name in program.state)
+        called, eager[sample.id] = chain.call(sample, own=own)
+        samples.append(called)
+    return _Data(samples, data.source, data.notes, eager)
 
 
 def _replayed(
@@ -1340,7 +1481,12 @@ def _given(
             raise refused
     source = {"kind": "given"}
     return [
-        _or_synthetic(program, _Data(mine, {**source, "count": len(mine)}), num_samples, seed)
+        _or_synthetic(
+            program,
+            _chained(program, _Data(mine, {**source, "count": len(mine)})),
+            num_samples,
+            seed,
+        )
         for program, mine in zip(programs, found, strict=True)
     ]
 
@@ -1358,8 +1504,6 @@ def _or_synthetic(program: TracedProgram, data: _Data, num_samples: int, seed: i
 
 def _from_files(programs: Sequence[TracedProgram], request: ExportRequest) -> list[_Data]:
     """The samples in files; with several signatures each file goes to those that it fits."""
-    from tpu2edge.runtime_check.samples import load_samples
-
     digests = {path: {"name": path.name, "sha256": _digest(path)} for path in request.inputs}
     if len(programs) == 1:
         fitting = [list(request.inputs)]
@@ -1369,7 +1513,7 @@ def _from_files(programs: Sequence[TracedProgram], request: ExportRequest) -> li
             refused: DataError | None = None
             for program, mine in zip(programs, fitting, strict=True):
                 try:
-                    load_samples([path], program.signature.inputs, lambda note: None)
+                    _loaded([path], program, lambda note: None)
                 except DataError as error:
                     refused = refused or error
                 else:
@@ -1383,28 +1527,47 @@ def _from_files(programs: Sequence[TracedProgram], request: ExportRequest) -> li
             result.append(_or_synthetic(program, empty, request.num_samples, request.seed))
             continue
         noted: list[Note] = []
-        loaded = load_samples(mine, program.signature.inputs, noted.append)
+        loaded = _loaded(mine, program, noted.append)
         extra = _dynamic_ends(program, request.seed)
         source = {"kind": "files", "files": [digests[path] for path in mine]}
-        result.append(_Data([*loaded, *extra], source, noted))
+        result.append(_chained(program, _Data([*loaded, *extra], source, noted)))
     return result
+
+
+def _loaded(paths: Sequence[Path], program: TracedProgram, on_note: NoteSink) -> Sequence[Sample]:
+    """The samples in files; those of a stateful program may leave the state out."""
+    from tpu2edge.runtime_check.samples import load_samples
+
+    inputs = program.signature.inputs
+    if program.state:
+        own = [spec for spec in inputs if spec.name not in program.state]
+        with contextlib.suppress(DataError):
+            return load_samples(paths, own, on_note)
+    return load_samples(paths, inputs, on_note)
 
 
 def _given_sample(program: TracedProgram, identity: str, tensors: Mapping[str, Any]) -> Sample:
     unknown = set(tensors) - {spec.name for spec in program.signature.inputs}
-    missing = [s.name for s in program.signature.inputs if s.name not in tensors]
+    specs = _given_specs(program, tensors)
+    missing = [spec.name for spec in specs if spec.name not in tensors]
     if unknown or missing:
         raise DataError(
             f"sample '{identity}' has the inputs {sorted(tensors)}",
-            do=f"give {[s.name for s in program.signature.inputs]}",
+            do=f"give {[spec.name for spec in specs]}",
         )
     return Sample(
         id=identity,
         inputs={
             spec.name: _edge_array(_array(_host(tensors[spec.name])), spec, identity)
-            for spec in program.signature.inputs
+            for spec in specs
         },
     )
+
+
+def _given_specs(program: TracedProgram, names: Iterable[str]) -> list[TensorSpec]:
+    """The inputs that samples with these names should have: the state may be left out as a whole."""
+    stateful = any(name in program.state for name in names)
+    return [s for s in program.signature.inputs if stateful or s.name not in program.state]
 
 
 def _array(value: Any) -> Any:
