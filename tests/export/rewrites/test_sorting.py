@@ -51,6 +51,10 @@ def test_top_k_and_order_statistics(converted: Check) -> None:
             "kth": (lambda x: (*torch.kthvalue(x, 3), *torch.kthvalue(x, 2, 0, True)), (x,)),
             "kth_high": (lambda x: torch.kthvalue(x, 8), (x,)),
             "median": (lambda x: (torch.median(x), *torch.median(x, 0), *x.median(1, True)), (x,)),
+            "nanmedian": (
+                lambda x: (torch.nanmedian(x), torch.nanmedian(x, 1)[0]),
+                (torch.where(x > 1, float("nan"), x),),
+            ),
             "quantile": (lambda x: torch.quantile(x, 0.3, dim=1), (x,)),
             "mode": (lambda x: torch.mode(x, 1), (torch.randint(0, 4, (3, 9)).float(),)),
             "mode_int": (lambda x: torch.mode(x, 0, True), (torch.randint(-2, 2, (7, 3)),)),
