@@ -248,7 +248,9 @@ def add_decompositions(table: Any, applied: set[str]) -> Any:
     """
     for rewrite in REWRITES:
         for op, function in rewrite.decompositions.items():
-            table[op] = _Chained(function, op, table.get(op), rewrite.name, applied)
+            # Not table.get(op): torch's table is a dict whose own content is empty.
+            usual = table[op] if op in table else None  # noqa: SIM401
+            table[op] = _Chained(function, op, usual, rewrite.name, applied)
     return table
 
 

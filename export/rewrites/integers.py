@@ -186,6 +186,12 @@ def _operands(x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x, y
 
 
+def _shared(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as int32 and of one shape: XOR does not broadcast."""
+    shape = native.shared_shape(x.shape, y.shape)
+    return x.to(torch.int32).expand(shape), y.to(torch.int32).expand(shape)
+
+
 def _and(x: Any, y: Any) -> Any:
     dtype = torch.result_type(x, y)
     if dtype is torch.bool:
@@ -193,7 +199,7 @@ def _and(x: Any, y: Any) -> Any:
     for value, other in ((x, y), (y, x)):
         if isinstance(value, int) and value >= 0 and (value + 1) & value == 0:
             return _native("floor_mod", other, value + 1).to(dtype) if value < 2**30 else other
-    x, y = (value.to(torch.int32) for value in _operands(x, y))
+    x, y = _shared(*_operands(x, y))
     # LiteRT has XOR alone: a + b = (a ^ b) + 2 (a & b), on halves so that nothing overflows.
     two = _number(2)
     high_x, high_y = native.int32("floor_div", x, two), native.int32("floor_div", y, two)
@@ -205,7 +211,7 @@ def _or(x: Any, y: Any) -> Any:
     dtype = torch.result_type(x, y)
     if dtype is torch.bool:
         return torch.logical_or(*_operands(x, y))
-    x, y = (value.to(torch.int32) for value in _operands(x, y))
+    x, y = _shared(*_operands(x, y))
     return (aten.bitwise_xor.Tensor(x, y) + _and(x, y)).to(dtype)
 
 
@@ -218,9 +224,7 @@ def _xor(x: Any, y: Any) -> Any:
         isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
     ):
         return NotImplemented
-    shape = native.shared_shape(*(value.shape for value in given))
-    x, y = (value.to(torch.int32).expand(shape) for value in given)
-    return aten.bitwise_xor.Tensor(x, y).to(dtype)
+    return aten.bitwise_xor.Tensor(*_shared(*given)).to(dtype)
 
 
 def _not(x: torch.Tensor) -> Any:
