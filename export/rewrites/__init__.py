@@ -134,6 +134,7 @@ REWRITES: tuple[Rewrite, ...] = (
         name="matmul",
         why="BATCH_MATMUL takes no integers and at most five dimensions, to which the converter "
         "itself merges reshapes",
+        on_exported=partial(apply_table, table=matmul.SPLICES),
         decompositions=matmul.DECOMPOSITIONS,
         on_decomposed=matmul.keep_rank,
     ),

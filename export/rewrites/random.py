@@ -143,7 +143,7 @@ def drop_checks(program: ExportedProgram) -> int:
             first = node.args[0] if node.args else None
             if node.users:
                 # The functional form gives a token that the next check takes.
-                node.replace_all_uses_with(node.args[-1])  # type: ignore[arg-type]
+                node.replace_all_uses_with(node.args[-1])
             program.graph.erase_node(node)
             count += isinstance(first, Node)
     if count:
