@@ -72,6 +72,7 @@ REWRITES: tuple[Rewrite, ...] = (
         name="drop-checks",
         why="a check of values has no form in LiteRT; the note says that the file does not check",
         on_exported=random.drop_checks,
+        on_decomposed=random.drop_checks,
     ),
     Rewrite(
         name="empty",

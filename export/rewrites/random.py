@@ -91,8 +91,11 @@ def refuse(program: ExportedProgram) -> int:
         LoweringError: it does; the place is the line that makes them.
     """
     program.graph.eliminate_dead_code()
-    for node in program.graph.nodes:
+    for node in reversed(list(program.graph.nodes)):
         name = _name(node)
+        if name in _NAMES and not node.users and not node.target._schema.is_mutable:
+            program.graph.erase_node(node)
+            continue
         if name in _NAMES or (name in _TRAINING and _is_training(node, name)) or _drops(node, name):
             if name.startswith("fractional"):
                 raise LoweringError(
