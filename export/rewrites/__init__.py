@@ -147,6 +147,7 @@ REWRITES: tuple[Rewrite, ...] = (
     Rewrite(
         name="counting",
         why="histograms, bins, grouped products and most cumulative operators have no lowering",
+        on_exported=counting.apply,
         decompositions=counting.DECOMPOSITIONS,
     ),
     Rewrite(

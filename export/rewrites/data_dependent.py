@@ -23,7 +23,7 @@ __all__ = ["DECOMPOSITIONS", "apply", "bincounts"]
 aten = torch.ops.aten
 
 _STATIC = "the sizes of a LiteRT graph are fixed"
-_REFUSED = {
+_REFUSED: dict[Any, str] = {
     aten.nonzero.default: "torch.where with two values, or a mask in place of positions",
     aten.nonzero_numpy.default: "torch.where with two values, or a mask in place of positions",
     aten.where.default: "torch.where with two values, or a mask in place of positions",
@@ -139,19 +139,30 @@ def _constant_mask(program: ExportedProgram, node: fx.Node) -> int:
 
 
 def _constant(program: ExportedProgram, node: fx.Node) -> torch.Tensor | None:
-    while node.target in _COPIES:
-        first = node.args[0]
-        assert isinstance(first, fx.Node)
-        node = first
-    if node.op != "placeholder":
+    """The value of a node that hangs on constants of the program only."""
+    if node.op == "placeholder":
+        for spec in program.graph_signature.input_specs:
+            if getattr(spec.arg, "name", None) == node.name and spec.target is not None:
+                value = program.constants.get(spec.target)
+                if value is None:
+                    value = program.state_dict.get(spec.target)
+                return value.detach() if isinstance(value, torch.Tensor) else None
         return None
-    for spec in program.graph_signature.input_specs:
-        if getattr(spec.arg, "name", None) == node.name and spec.target is not None:
-            value = program.constants.get(spec.target)
-            if value is None:
-                value = program.state_dict.get(spec.target)
-            return value if isinstance(value, torch.Tensor) else None
-    return None
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return None
+    known: dict[fx.Node, torch.Tensor] = {}
+    for operand in node.all_input_nodes:
+        value = _constant(program, operand)
+        if value is None:
+            return None
+        known[operand] = value
+    if node.target in _COPIES:
+        return next(iter(known.values()))
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: known[one])
+    result = node.target(*args, **kwargs)  # type: ignore[operator]
+    return result if isinstance(result, torch.Tensor) else None
 
 
 # ------------------------------------------------------------------------------ values under a mask

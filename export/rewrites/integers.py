@@ -218,7 +218,8 @@ def _xor(x: Any, y: Any) -> Any:
         isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
     ):
         return NotImplemented
-    x, y = torch.broadcast_tensors(*(value.to(torch.int32) for value in given))
+    shape = native.shared_shape(*(value.shape for value in given))
+    x, y = (value.to(torch.int32).expand(shape) for value in given)
     return aten.bitwise_xor.Tensor(x, y).to(dtype)
 
 

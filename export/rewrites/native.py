@@ -16,13 +16,25 @@ import torch
 __all__ = [
     "broadcast_to",
     "constant",
+    "divide",
     "gather",
     "int32",
     "register",
     "scatter_nd",
+    "shared_shape",
     "top_k",
     "transpose",
 ]
+
+
+def shared_shape(*shapes: Sequence[int]) -> list[int]:
+    """The shape that tensors of ``shapes`` are broadcast to."""
+    rank = max(len(shape) for shape in shapes)
+    result = [1] * rank
+    for shape in shapes:
+        for place, size in enumerate(shape, rank - len(shape)):
+            result[place] = size if size != 1 else result[place]
+    return result
 
 
 @torch.library.custom_op("tpu2edge::gather", mutates_args=())
@@ -108,7 +120,7 @@ def _floor_mod(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @_floor_div.register_fake
 @_floor_mod.register_fake
 def _quotient_shape(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(torch.broadcast_shapes(x.shape, y.shape))
+    return x.new_empty(shared_shape(x.shape, y.shape))
 
 
 @torch.library.custom_op("tpu2edge::constant", mutates_args=())
@@ -158,8 +170,10 @@ def divide(name: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The same of two int32 or two float32 tensors (``div``: int32 only)."""
     op = getattr(_OPS, name).default
     if max(x.dim(), y.dim()) <= 4:
-        return op(x, y)
-    x, y = torch.broadcast_tensors(x, y)  # the kernels broadcast up to rank 4
+        direct: torch.Tensor = op(x, y)
+        return direct
+    shape = shared_shape(x.shape, y.shape)  # the kernels broadcast up to rank 4
+    x, y = x.expand(shape), y.expand(shape)
     result: torch.Tensor = op(x.reshape(-1), y.reshape(-1)).reshape(x.shape)
     return result
 

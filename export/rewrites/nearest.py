@@ -100,7 +100,7 @@ def _scales(node: fx.Node, rank: int) -> list[float | None]:
         factors: Any = named["scale_factors"]
         return list(factors) if factors is not None else [None] * rank
     keys = ("scales",) if rank == 1 else ("scales_d", "scales_h", "scales_w")[3 - rank :]
-    return [named.get(key) for key in keys]  # type: ignore[misc]
+    return [named.get(key) for key in keys]
 
 
 def _sources(source: int, size: int, scale: float | None, exact: bool) -> list[int]:

@@ -319,7 +319,7 @@ def _index_put(
     rest = [axis for axis in range(x.dim()) if axis not in where]
     together = where[-1] - where[0] + 1 == len(where)
     lead = where[0] if together else 0  # axes before the indexed ones, in the shape of the values
-    shape = torch.broadcast_shapes(*(index.shape for index in given))
+    shape = native.shared_shape(*(index.shape for index in given))
     rest_shape = [x.shape[axis] for axis in rest]
     full = [*rest_shape[:lead], *shape, *rest_shape[lead:]]
     rows = values.to(x.dtype).expand(full)
@@ -415,7 +415,7 @@ def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -
     """The n-th hit of the mask takes the n-th number of the source."""
     if not static(*x.shape, *mask.shape, *source.shape):
         return NotImplemented
-    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    shape = native.shared_shape(x.shape, mask.shape)
     x, mask = x.expand(shape), mask.expand(shape)
     turn = mask.reshape(-1).to(torch.int32).cumsum(0, dtype=torch.int32) - 1
     turn = turn.clamp(0, source.numel() - 1)
