@@ -12,6 +12,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import operator
 import os
 import re
 import sys
@@ -34,10 +35,11 @@ from tpu2edge.errors import (
     Tpu2EdgeError,
     error_from_json,
 )
-from tpu2edge.export import blame, rewrites, state
+from tpu2edge.export import blame, dynamic_sizes, rewrites, state
 from tpu2edge.export.loops import outline_loops
 from tpu2edge.export.own_outputs import own_outputs
-from tpu2edge.types import LayerSource, Note, Progress, Signature, no_progress
+from tpu2edge.export.rewrites import native
+from tpu2edge.types import Dim, LayerSource, Note, Progress, Signature, no_progress
 
 __all__ = ["Lowered", "Loweree", "lower_isolated", "lower_programs"]
 
@@ -47,7 +49,16 @@ _BY_REFERENCE_BYTES = 1 << 20
 
 # Programs with these operators are decomposed before litert-torch's layout pass looks for places
 # where NCHW can become NHWC; others gain nothing from that retrace (same file, measured on BERT).
-_LAYOUT_OPS = ("conv", "pool", "norm", "upsample", "interpolate", "grid_sampler", "pixel_shuffle")
+_LAYOUT_OPS = (
+    "conv",
+    "pool",
+    "norm",
+    "upsample",
+    "interpolate",
+    "grid_sampler",
+    "pixel_shuffle",
+    "aten.pad",
+)
 
 aten = torch.ops.aten
 
@@ -144,6 +155,9 @@ def lower_programs(
             own_memory(program)
             if len(programs) > 1:
                 share_constants(program, shared)
+            if any(is_dynamic(node) for node in program.graph.nodes):
+                constant = toolkit.inline_consts.tensor_lowering_placeholder
+                dynamic_sizes.fold_constants(program, constant)
             modules.append(toolkit.mlir(program, traced.signature, context, constants))
         progress("convert")
         try:
@@ -198,29 +212,24 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
     """The program in the core operators that litert-torch lowers, in as few retraces as possible."""
     fx_infra = toolkit.fx_infra
     program = _shallow(program)
+    dynamic = any(is_dynamic(node) for node in program.graph.nodes)
     rewrites.on_exported(program, notes)
     program = fx_infra.graph_utils.reset_from_node_meta(program)
     try:
         if _wants_layout(program) or _mutates(program):
             program = fx_infra.safe_run_decompositions(
                 program,
-                rewrites.add_decompositions(fx_infra.decomp.pre_convert_decomp()),
+                toolkit.table(fx_infra.decomp.pre_convert_decomp(), dynamic),
                 can_skip=False,
             )
             # Before litert-torch's passes, which drop what is written to buffers without a word.
             state.refuse_state(program)
-        program = toolkit.convert_passes(program)
+        program = toolkit.convert_passes(program, dynamic)
         _int32_ranges(program)
         program = fx_infra.safe_run_decompositions(
-            program, toolkit.lowering_decompositions(), can_skip=False
+            program, toolkit.lowering_decompositions(dynamic), can_skip=False
         )
         rewrites.on_decomposed(program, notes)
-        if any(is_dynamic(node) for node in program.graph.nodes):
-            # litert-torch's lowerings through JAX take fixed sizes only; the direct ones to TFL
-            # operators know dynamic ones, and are made from core operators.
-            program = fx_infra.safe_run_decompositions(
-                program, toolkit.direct_decompositions(), can_skip=False
-            )
     except Tpu2EdgeError:
         raise
     except Exception as err:
@@ -272,7 +281,10 @@ def _int32_ranges(program: ExportedProgram) -> None:
         if node.target not in targets or value is None or value.dtype is not torch.int64:
             continue
         ends = [end for end in node.args[:2] if isinstance(end, (int, float))]
-        if len(ends) != len(node.args[:2]) or any(abs(end) > 2**31 - 1 for end in ends):
+        sizes = [end for end in node.args[:2] if isinstance(end, torch.fx.Node)]
+        if len(ends) + len(sizes) != len(node.args[:2]) or any(
+            abs(end) > 2**31 - 1 for end in ends
+        ):
             continue
         node.target = _Int32Range(node.target)
 
@@ -285,6 +297,8 @@ class _Int32Range:
         self.__name__ = "arange_int32"
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if any(isinstance(arg, torch.SymInt) for arg in args):
+            return self.op(*args, **{**kwargs, "dtype": torch.int32})  # type: ignore[no-any-return]
         result: torch.Tensor = aten._to_copy.default(self.op(*args, **kwargs), dtype=torch.int32)
         return result
 
@@ -317,28 +331,41 @@ class _Toolkit:
         self._core = core
         self._runtime_fold = runtime_fold
         self._torch_tfl = torch_tfl
+        self._signature: Signature | None = None  # of the program that is being lowered
         rewrites.add_lowerings(backend.lowerings.lower)
+        native.register()
 
-    def convert_passes(self, program: ExportedProgram) -> ExportedProgram:
-        result: ExportedProgram = self._core._run_convert_passes(program)
+    def convert_passes(self, program: ExportedProgram, dynamic: bool) -> ExportedProgram:
+        with contextlib.ExitStack() as stack:
+            if dynamic:  # composite operators take fixed sizes only
+                passes = self._core.fx_passes
+                nothing = passes.EliminateDeadCodePass
+                stack.enter_context(mock.patch.object(passes, "BuildAtenCompositePass", nothing))
+            result: ExportedProgram = self._core._run_convert_passes(program)
         return result
 
-    def lowering_decompositions(self) -> Any:
+    def table(self, table: Any, dynamic: bool) -> Any:
+        """A decomposition table with ours; without what is lowered whole for dynamic sizes."""
+        if dynamic:
+            for op in dynamic_sizes.KEPT_WHOLE:
+                table.pop(op, None)
+            for op in dynamic_sizes.TAKEN_APART:
+                table[op] = op.decompose
+        return rewrites.add_decompositions(table)
+
+    def lowering_decompositions(self, dynamic: bool) -> Any:
         # Not `table | {…}`: that gives a plain dict without the composite operators of the table.
         table = self.fx_infra.decomp.pre_lower_decomp()
         multinomial = aten.multinomial.default
         table[multinomial] = self._torch_tfl.decomps[multinomial]
-        return rewrites.add_decompositions(table)
-
-    def direct_decompositions(self) -> Any:
-        table = self.fx_infra.decomp.pre_lower_decomp()
-        table.update(self._torch_tfl.decomps)
-        return table
+        return self.table(table, dynamic)
 
     @contextlib.contextmanager
     def tamed(self) -> Iterator[None]:
         """litert-torch without its second decomposition, its clamping and its layer names."""
         export = self.backend_export
+        sizes = dynamic_sizes.Lowerings()
+        toolkit = self
 
         class Interpreter(export.LoweringInterpreter):  # type: ignore[misc,name-defined]
             def run_node(self, node: torch.fx.Node) -> Any:
@@ -347,7 +374,13 @@ class _Toolkit:
                 except Tpu2EdgeError:
                     raise
                 except Exception as err:
-                    raise _lowering_error(err, node) from err
+                    raise _lowering_error(err, node, toolkit._signature) from err
+
+            def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+                node = self.lctx.node
+                if target is not operator.getitem and _meets_dynamic(node):
+                    return dynamic_sizes.lowering_of(target)(sizes, node, *args, **kwargs)
+                return super().call_function(target, args, kwargs)
 
         def keep(program: ExportedProgram, *_args: Any, **_kwargs: Any) -> ExportedProgram:
             return program
@@ -365,6 +398,7 @@ class _Toolkit:
         self, program: ExportedProgram, signature: Signature, context: Any, constants: Any
     ) -> Any:
         """The program as an MLIR module that carries the signature's names."""
+        self._signature = signature
         threshold = mock.patch.dict(
             os.environ, {"RESOURCE_CONSTANT_NUMEL_THRESHOLD": str(_BY_REFERENCE_BYTES)}
         )
@@ -431,14 +465,16 @@ def _label(node: torch.fx.Node) -> str:
 # ---------------------------------------------------------------------------------------- errors
 
 
-def _lowering_error(err: Exception, node: torch.fx.Node) -> LoweringError:
+def _lowering_error(
+    err: Exception, node: torch.fx.Node, signature: Signature | None
+) -> LoweringError:
     place = blame.place_of_node(node)
     text = _first_line(err)
-    if any(is_dynamic(one) for one in (node, *node.all_input_nodes)):
+    if _meets_dynamic(node):
+        said = text if isinstance(err, NotImplementedError) else f"{type(err).__name__}: {text}"
         return LoweringError(
-            f"the operator {node.target} cannot be lowered with a dynamic size: "
-            f"{type(err).__name__}: {text[:300]}",
-            do="export fixed sizes: leave --dynamic away",
+            f"the operator {node.target} cannot be lowered with a dynamic size: {said[:300]}",
+            do=_buckets(signature),
             place=place,
         )
     if "Lowering not found" in text:
@@ -454,11 +490,35 @@ def _lowering_error(err: Exception, node: torch.fx.Node) -> LoweringError:
     )
 
 
+def _buckets(signature: Signature | None) -> str:
+    """What to type instead of --dynamic: several fixed shapes, from the same ends."""
+    texts: list[str] = []
+    for spec in signature.inputs if signature is not None else ():
+        if spec.is_dynamic:
+            ends = [
+                "x".join(
+                    str(getattr(size, end) if isinstance(size, Dim) else size)
+                    for size in spec.shape
+                )
+                for end in ("min", "max")
+            ]
+            texts.append(f"--shapes {spec.name}={','.join(ends)}")
+    shown = " ".join(texts) or "--shapes NAME=SHAPE,SHAPE"
+    return f"export fixed sizes instead of --dynamic, which share one copy of the weights: {shown}"
+
+
+def _meets_dynamic(node: torch.fx.Node) -> bool:
+    return any(is_dynamic(one) for one in (node, *node.all_input_nodes))
+
+
 def is_dynamic(node: torch.fx.Node) -> bool:
     """Whether the node's result has, or is, a size that is known only when the model runs."""
     value = node.meta.get("val")
-    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-    return any(isinstance(size, torch.SymInt) for size in sizes)
+    for one in value if isinstance(value, (tuple, list)) else (value,):
+        sizes = one.shape if isinstance(one, torch.Tensor) else (one,)
+        if any(isinstance(size, (torch.SymInt, torch.SymFloat)) for size in sizes):
+            return True
+    return False
 
 
 def _decomposition_error(err: Exception, program: ExportedProgram) -> LoweringError:

@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.utils.rnn import PackedSequence
 
 from tpu2edge.errors import DataError, ExportError, OptionError, Place, Tpu2EdgeError
-from tpu2edge.export import blame, half_precision, names, oracle
+from tpu2edge.export import blame, half_precision, names, oracle, taps
 from tpu2edge.export import state as states
 from tpu2edge.export.prepare import prepare_module
 from tpu2edge.export.rewrites import recurrent
@@ -62,6 +62,10 @@ class TracedProgram:
     notes: tuple[Note, ...]
     constant_outputs: frozenset[str]
     state: Mapping[str, str]
+    tapped: ExportedProgram  # with the values before final activations as further outputs
+    taps: tuple[str, ...]  # names of those, in the order of tapped's outputs behind the program's
+    tapped_outputs: tuple[str, ...]  # the outputs that the taps lie before
+    tap_nodes: tuple[str, ...]  # the exported graph's nodes that compute them
     _eager: nn.Module | None
     _layout: names.CallLayout | None
     _oracle: oracle.Oracle
@@ -74,6 +78,14 @@ class TracedProgram:
             ExportError: the module raises on this sample, or returns other outputs than traced.
         """
         tensors = self._tensors(inputs)
+        found = self._eager_outputs(tensors)
+        if self.taps:
+            with torch.no_grad(), keep_global_state():
+                every = self._named(self.tapped.module()(*self._tensors(inputs)))
+            found.update({name: every[name] for name in self.taps})
+        return found
+
+    def _eager_outputs(self, tensors: tuple[torch.Tensor, ...]) -> dict[str, Array]:
         with torch.no_grad(), keep_global_state():
             if self._eager is None or self._layout is None:
                 flat = self.program.module()(*tensors)
@@ -122,11 +134,20 @@ class TracedProgram:
         return self._oracle.exceptions
 
     def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, Array]:
-        specs = self.signature.outputs
-        return {
-            spec.name: numpy_from_tensor(tensor)
-            for spec, tensor in zip(specs, tensors, strict=True)
-        }
+        names = [spec.name for spec in self.signature.outputs]
+        if len(tensors) > len(names):
+            names += self.taps
+        return {n: numpy_from_tensor(tensor) for n, tensor in zip(names, tensors, strict=True)}
+
+    @property
+    def tapped_signature(self) -> Signature:
+        """``signature`` with the values before final activations as further outputs."""
+        values = {node.name: node.meta["val"] for node in self.program.graph.nodes if node.meta}
+        more = tuple(
+            TensorSpec(name=name, shape=tuple(values[node].shape), dtype="float32")
+            for name, node in zip(self.taps, self.tap_nodes, strict=True)
+        )
+        return replace(self.signature, outputs=self.signature.outputs + more)
 
     def _tensors(self, inputs: Tensors) -> tuple[torch.Tensor, ...]:
         out: list[torch.Tensor] = []
@@ -555,8 +576,13 @@ def _traced(
         outputs.append(
             TensorSpec(name=name, shape=_symbolic(value.shape, dims), dtype=EDGE_DTYPES[dtype])
         )
+    tapped, squashed = taps.with_taps(program, output_names)
     return TracedProgram(
         program=program,
+        tapped=tapped,
+        taps=tuple(taps.tap_name(name) for name in squashed),
+        tapped_outputs=squashed,
+        tap_nodes=taps.tap_nodes(program, tapped),
         signature=Signature(name=signature_name, inputs=inputs, outputs=tuple(outputs)),
         input_dtypes=tuple(t.dtype for t in tensors),
         example={
@@ -570,7 +596,7 @@ def _traced(
         },
         _eager=eager,
         _layout=layout,
-        _oracle=oracle.Oracle(program),
+        _oracle=oracle.Oracle(tapped),
         _state=state,
     )
 

@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tpu2edge.errors import ConversionError, LoweringError, OptionError, Place, Tpu2EdgeError
 from tpu2edge.types import Array, HloArgument, Note, StableHlo, TensorSpec
@@ -198,9 +198,7 @@ class _Program:
     def _state(self, target: str) -> torch.Tensor:
         for state in (self.program.state_dict, self.program.constants):
             if target in state:
-                value = state[target]
-                assert isinstance(value, torch.Tensor)
-                return value
+                return cast("torch.Tensor", state[target])
         raise ConversionError(
             f"the program lists {target!r} but holds no value for it", place=Place(tensor=target)
         )

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
-__all__ = ["tap_name", "with_taps"]
+__all__ = ["tap_name", "tap_nodes", "with_taps"]
 
 aten = torch.ops.aten
 
@@ -90,6 +90,13 @@ def with_taps(
         ),
         tuple(tapped),
     )
+
+
+def tap_nodes(program: ExportedProgram, tapped: ExportedProgram) -> tuple[str, ...]:
+    """The names of the nodes that ``tapped`` has as outputs behind those of ``program``."""
+    before = len(_output(program.graph).args[0])  # type: ignore[arg-type]
+    after = list(_output(tapped.graph).args[0])  # type: ignore[arg-type]
+    return tuple(node.name for node in after[before:])
 
 
 def _output(graph: torch.fx.Graph) -> torch.fx.Node:

@@ -21,11 +21,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch.export import ExportedProgram
 
-from tpu2edge.export.rewrites import fold_batch_norm, recurrent
+from tpu2edge.export.rewrites import (
+    broadcast_transpose,
+    convolution,
+    counting,
+    fold_batch_norm,
+    indexing,
+    integers,
+    nearest,
+    pad,
+    pool_indices,
+    pooling,
+    recurrent,
+    resize,
+    scattering,
+    sorting,
+    windows,
+)
+from tpu2edge.export.rewrites.splice import apply_table
 from tpu2edge.types import Note
 
 __all__ = [
@@ -63,6 +82,82 @@ REWRITES: tuple[Rewrite, ...] = (
         "the sequence (64 steps of a two-layer LSTM: 4,104 operators)",
         decompositions=recurrent.DECOMPOSITIONS,
         lowerings=recurrent.LOWERINGS,
+    ),
+    Rewrite(
+        name="broadcast-transpose",
+        why="the converter drops a transpose that follows a broadcast of an axis of size 1: wrong "
+        "numbers in every decoder with one key-value head",
+        on_decomposed=broadcast_transpose.apply,
+    ),
+    Rewrite(
+        name="nearest-resize",
+        why="RESIZE_NEAREST_NEIGHBOR takes other pixels than PyTorch where the ratio is not whole",
+        decompositions=nearest.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="pool-indices",
+        why="max pooling gives zeros as its indices, and unpooling has no lowering",
+        on_exported=pool_indices.apply,
+        decompositions=pool_indices.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="sort",
+        why="STABLEHLO_SORT, which litert-torch gives for sort and for the values of top-k, has no "
+        "kernel; TOPK_V2 has",
+        decompositions=sorting.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="integer-arithmetic",
+        why="integer powers, remainders and divisions are computed in float32, wrong above 2**24, "
+        "and shifts have no lowering",
+        decompositions=integers.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="index",
+        why="reads by index become GATHER_ND with SELECT and BROADCAST_TO, which delegates leave to "
+        "the CPU; GATHER does the same",
+        decompositions=indexing.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="scatter",
+        why="writes by index and by mask have no lowering, or one that the converter refuses",
+        decompositions=scattering.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="counting",
+        why="histograms, bins, grouped products and most cumulative operators have no lowering",
+        decompositions=counting.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="convolution",
+        why="transposed convolutions with padding, dilation or groups, and grouped ones in three "
+        "dimensions, do not convert (some crash the converter)",
+        decompositions=convolution.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="pad",
+        why="PAD takes five dimensions and no small integers; reflected, repeated and circular pads "
+        "become index arithmetic and GATHER_ND, or do not convert",
+        decompositions=pad.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="windows",
+        why="unfold pads tensors of more dimensions than PAD takes, fold scatters, REVERSE_V2 takes "
+        "neighbouring axes only, BROADCAST_TO eight dimensions",
+        on_exported=partial(apply_table, table=windows.SPLICES),
+        decompositions=windows.DECOMPOSITIONS,
+    ),
+    Rewrite(
+        name="pooling",
+        why="three-dimensional, dilated, ragged and adaptive pooling become REDUCE_WINDOW or gather, "
+        "or do not convert, and the indices of maxima come out wrong",
+        on_exported=pooling.apply,
+    ),
+    Rewrite(
+        name="resize",
+        why="RESIZE_BILINEAR ignores a given scale factor (wrong numbers); antialiased and other "
+        "interpolations have no lowering, or gather",
+        on_exported=resize.apply,
     ),
 )
 
@@ -105,11 +200,16 @@ def _note(rewrite: Rewrite, count: int, notes: list[Note]) -> None:
         notes.append(Note(code=f"rewrite-{rewrite.name}", text=f"{rewrite.name}: {places}"))
 
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
 class _Chained:
     """A rewrite's function, and what would have been done where it does not apply."""
 
     def __init__(self, function: Callable[..., Any], op: Any, usual: Any) -> None:
-        self._function, self._op, self._usual = function, op, usual
+        self._function, self._op = function, op
+        # While a program is decomposed, op.decompose() would lead back here.
+        self._usual = usual or op.py_kernels.get(_COMPOSITE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self._function(*args, **kwargs)
@@ -117,4 +217,6 @@ class _Chained:
             return result
         if self._usual is not None:
             return self._usual(*args, **kwargs)
-        return self._op.decompose(*args, **kwargs)  # NotImplemented where there is none
+        if torch._C._dispatch_has_kernel_for_dispatch_key(self._op.name(), _COMPOSITE):
+            return self._op._op_dk(_COMPOSITE, *args, **kwargs)
+        return NotImplemented

@@ -183,7 +183,7 @@ def _simple(cell: str) -> Callable[..., Any]:
     return layers
 
 
-DECOMPOSITIONS = {
+DECOMPOSITIONS: dict[Any, Any] = {
     aten.lstm.input: _lstm,
     aten.gru.input: _simple("gru"),
     aten.rnn_tanh.input: _simple("tanh"),

@@ -49,8 +49,10 @@ from tpu2edge.types import (
 if TYPE_CHECKING:
     import torch
 
+    from tpu2edge.export.lower import Lowered
     from tpu2edge.export.program import TracedProgram
     from tpu2edge.runtime_check.budget import Budget
+    from tpu2edge.runtime_check.devices.client import Tap
     from tpu2edge.runtime_check.metrics import OutputMetrics
     from tpu2edge.runtime_check.parity import CaseReport, ParityReport
     from tpu2edge.runtime_check.reference import Reference, ReferenceWriter
@@ -605,6 +607,7 @@ def check_target(
             for m in models
         }
         others = {spec.name for m in models for s in m.signatures for spec in s.outputs}
+        others.update(name for budget in stored.values() for name in budget["outputs"])
     else:
         if request.reference is None:
             raise OptionError(
@@ -789,10 +792,10 @@ class _Job:
                 truth = self._references(folder / where, program, samples, provenance, log)
                 parts.append(_Part(program, where, truth))
             _release_memory()
-            base, nodes = self._lower(folder, programs, log)
+            base, lowered = self._lower(folder, programs, log)
             _release_memory()
-            report, models = self._family(folder, parts, base, nodes, log)
-            self._write(folder, parts, report, models, nodes, provenance, started)
+            report, models = self._family(folder, parts, base, lowered, log)
+            self._write(folder, parts, report, models, lowered.nodes, provenance, started)
             if self.log_path is not None:
                 log.flush()
                 shutil.copyfile(self.log_path, folder / "log.txt")
@@ -897,10 +900,15 @@ class _Job:
     ) -> references.Predicted:
         if self.isolate:
             return references.predict_isolated(
-                program.program, program.signature, samples, choice, log=log, progress=self.progress
+                program.tapped,
+                program.tapped_signature,
+                samples,
+                choice,
+                log=log,
+                progress=self.progress,
             )
         return references.predict_outputs(
-            program.program, program.signature, samples, choice, progress=self.progress
+            program.tapped, program.tapped_signature, samples, choice, progress=self.progress
         )
 
     def _prove(
@@ -934,7 +942,7 @@ class _Job:
 
     def _lower(
         self, folder: Path, programs: Sequence[TracedProgram], log: IO[bytes]
-    ) -> tuple[Path, dict[str, Any]]:
+    ) -> tuple[Path, Lowered]:
         from tpu2edge.export.lower import Loweree, lower_isolated, lower_programs
 
         base = folder / "model.float32.tflite"
@@ -944,14 +952,14 @@ class _Job:
         else:
             lowered = lower_programs(lowerees, base, progress=self.progress)
         self._say(lowered.notes)
-        return base, dict(lowered.nodes)
+        return base, lowered
 
     def _family(
         self,
         folder: Path,
         parts: Sequence[_Part],
         base: Path,
-        nodes: Mapping[str, Any],
+        lowered: Lowered,
         log: IO[bytes],
     ) -> tuple[ParityReport, list[tuple[EdgeModel, Budget]]]:
         from tpu2edge.quantize.apply import quantize_file
@@ -972,7 +980,10 @@ class _Job:
                 for part in parts:
                     report = self._check(folder, model, budget, device, part, parts, log)
                     if recipe == "float32" and device == "host":
-                        _refuse_unrunnable(report, file, nodes)
+                        _refuse_unrunnable(report, file, lowered.nodes)
+                    if device == "host":
+                        cases = self._check_taps(model, budget, part, lowered, log)
+                        report = replace(report, cases=(*report.cases, *cases))
                     if recipe in self.recipes:
                         reports.append(report)
             if recipe in self.recipes:
@@ -1018,11 +1029,43 @@ class _Job:
             threads=self.threads,
             constant_outputs=part.program.constant_outputs,
             other_outputs=frozenset(
-                spec.name for other in parts for spec in other.program.signature.outputs
+                name
+                for other in parts
+                for name in (
+                    *(spec.name for spec in other.program.signature.outputs),
+                    *other.program.taps,
+                )
             ),
             keep=kept if keep else None,
             log=log,
             progress=self.progress,
+        )
+
+    def _check_taps(
+        self,
+        model: EdgeModel,
+        budget: Budget,
+        part: _Part,
+        lowered: Lowered,
+        log: IO[bytes],
+    ) -> tuple[CaseReport, ...]:
+        """The values before a final softmax or sigmoid, where the file still has them."""
+        from tpu2edge.runtime_check.budget import default_budget
+        from tpu2edge.runtime_check.parity import check_taps
+
+        if not part.program.taps:
+            return ()
+        return check_taps(
+            model,
+            part.truth.reference,
+            _taps_in(model.path, part.program, lowered.origins),
+            budget,
+            oracle=part.truth.oracle,
+            eager=part.truth.eager,
+            conversion=default_budget("float32"),
+            floor=part.truth.floor,
+            threads=self.threads,
+            log=log,
         )
 
     def _write(
@@ -1169,6 +1212,41 @@ def _tested_model(file: Path, signatures: Sequence[Signature], recipe: str) -> E
 _NO_KERNEL = re.compile(r"[Dd]idn't find op for builtin opcode '(?P<op>\w+)'")
 _NODE_FAILED = re.compile(r"Node number (?P<node>\d+) \((?P<op>\w+)\) failed to (?P<what>\w+)")
 _CUSTOM = re.compile(r"Encountered unresolved custom op: (?P<op>[\w.]+)")
+
+
+def _taps_in(file: Path, program: TracedProgram, origins: Mapping[str, str]) -> list[Tap]:
+    """The file's tensors that hold the values before final activations.
+
+    A tensor is called after the nodes that it was fused from; the last name of the last node that
+    an exported one was decomposed to holds its result.
+    """
+    from tpu2edge.flatbuffer import before_squashing, read_tflite
+    from tpu2edge.runtime_check.devices.client import Tap
+
+    read = read_tflite(file)
+    entry = next((e for e in read.signatures if e.name == program.signature.name), None)
+    if entry is None:
+        return []
+    graph = read.subgraphs[entry.subgraph]
+    made = {index for operator in graph.operators for index in operator.outputs}
+    squashed = before_squashing(read)
+    found: list[Tap] = []
+    for output, name, node in zip(
+        program.tapped_outputs, program.taps, program.tap_nodes, strict=True
+    ):
+        endings = [f"/{label};" for label, origin in origins.items() if origin == node]
+        index = next(
+            (
+                tensor.index
+                for ending in reversed(endings)
+                for tensor in graph.tensors
+                if tensor.index in made and tensor.name.endswith(ending)
+            ),
+            squashed.get((entry.name, output)),
+        )
+        if index is not None:
+            found.append(Tap(name, index, entry.name))
+    return found
 
 
 def _refuse_unrunnable(report: ParityReport, file: Path, nodes: Mapping[str, Any]) -> None:
