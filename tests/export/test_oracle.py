@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from tpu2edge.export.oracle import Oracle
 from tpu2edge.export.program import trace_module
 
 
