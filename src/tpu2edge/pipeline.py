@@ -31,6 +31,7 @@ from tpu2edge.errors import (
     Tpu2EdgeError,
 )
 from tpu2edge.files import canonical_json, sha256_of, write_atomically
+from tpu2edge.folders import refuse_existing, staged
 from tpu2edge.types import (
     Dim,
     EdgeModel,
@@ -232,7 +233,7 @@ def export_model(
         choice=_choice(reference),
         isolate=True,
     )
-    bundles.refuse_existing(job.output, force=force)
+    refuse_existing(job.output, force=force)
 
     def traced() -> TracedProgram:
         if hasattr(module, "graph_signature"):
@@ -296,7 +297,7 @@ def export_source(
         choice=references.ReferenceChoice.parse(request.reference),
         isolate=False,
     )
-    bundles.refuse_existing(request.output, force=request.force)
+    refuse_existing(request.output, force=request.force)
     dynamic = parse_dynamic(request.dynamic)
     job.check_budgets()
     job.progress("import torch")
@@ -607,7 +608,7 @@ class _Job:
         self._say(notes)
         with (
             keep_global_state(),  # importing litert_torch alone seeds torch and NumPy anew
-            bundles.staged(self.output, force=self.force) as folder,
+            staged(self.output, force=self.force) as folder,
             _log_stream(self.log_path or folder / "log.txt") as log,
             _warnings_to(log),
         ):

@@ -10,7 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("export", "quantize", "runtime_check")
-SHARED = {"tpu2edge.types", "tpu2edge.errors", "tpu2edge.files", "tpu2edge.flatbuffer"}
+SHARED = {
+    "tpu2edge.types",
+    "tpu2edge.errors",
+    "tpu2edge.children",
+    "tpu2edge.files",
+    "tpu2edge.folders",
+    "tpu2edge.flatbuffer",
+}
 # Loaded in processes of their own only.
 CHILDREN = (
     "runtime_check/devices/worker.py",
