@@ -177,7 +177,9 @@ class Reference:
                 f"there are {len(ins)} samples of inputs and {len(outs)} of outputs",
                 do="give as many outputs as inputs; --batch says how many rows are one sample",
             )
-        ids = list(sample_ids) if sample_ids is not None else [f"sample-{i}" for i in range(len(ins))]
+        ids = (
+            list(sample_ids) if sample_ids is not None else [f"sample-{i}" for i in range(len(ins))]
+        )
         if len(ids) != len(ins) or len(set(ids)) != len(ids):
             raise DataError(f"there are {len(ins)} samples and {len(set(ids))} different names")
         gatherer = SignatureGatherer(signature_name)
