@@ -583,7 +583,7 @@ class _Job:
         if self.budget is not None:
             return self.budget  # type: ignore[no-any-return]
         base = default_budget(recipe)
-        if truth is not None and references.is_tpu(truth.reference):
+        if truth is not None and references.is_rounded(truth.reference):
             base = budget_against_tpu(recipe, truth.floor)
         return _parse_budget(self.budgets, base)
 
@@ -743,6 +743,11 @@ class _Job:
             return []
         if precision is None:
             if reference.precision != "f32":
+                text = (
+                    "whether the reference belongs to these weights is not proved: nothing here "
+                    f"computes in the precision '{reference.precision}'"
+                )
+                self._say([Note(code="not-proved", text=text)])
                 return []
             near: Any = _LazyOutputs(eager)
             return references.prove_reference(

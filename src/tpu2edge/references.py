@@ -23,7 +23,17 @@ from typing import IO, TYPE_CHECKING, Any
 
 from tpu2edge.children import ending, follow_child
 from tpu2edge.errors import DataError, DeviceError, OptionError, Place, error_from_json
-from tpu2edge.types import Array, Note, Progress, Sample, Signature, Tensors, Verdict
+from tpu2edge.types import (
+    Array,
+    Dim,
+    Note,
+    Progress,
+    Sample,
+    Signature,
+    Tensors,
+    TensorSpec,
+    Verdict,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -256,12 +266,20 @@ def replay(
             )
         known = {s.name: s for s in theirs}
         for spec in ours:
-            if len(spec.shape) != len(known[spec.name].shape):
+            if not _fits(known[spec.name], spec):
                 raise DataError(
                     f"the reference was made with other shapes: {known[spec.name]}, expected {spec}",
                     do="capture it with the shapes that are exported",
                     place=Place(tensor=spec.name),
                 )
+    for spec in signature.inputs:
+        theirs_dtype = reference.signature.input(spec.name).dtype
+        if theirs_dtype != spec.dtype:
+            raise DataError(
+                f"input '{spec.name}' of the reference is {theirs_dtype}, the model's {spec.dtype}",
+                do="save it in the type that the model takes",
+                place=Place(tensor=spec.name),
+            )
     if reference.weights_sha256 is None:
         text = "the reference does not say which weights it was made from"
         notes.append(Note(code="unknown-weights", text=text))
@@ -272,6 +290,21 @@ def replay(
             do="export the checkpoint that the reference was captured from, or capture again",
         )
     return list(reference.samples()), notes
+
+
+def _fits(theirs: TensorSpec, ours: TensorSpec) -> bool:
+    """Whether every size that the reference holds is one that the model has."""
+
+    def bounds(size: int | Dim) -> tuple[int, int]:
+        return (size.min, size.max) if isinstance(size, Dim) else (size, size)
+
+    if len(theirs.shape) != len(ours.shape):
+        return False
+    for mine, other in zip(ours.shape, theirs.shape, strict=True):
+        (low, high), (least, most) = bounds(mine), bounds(other)
+        if not low <= least <= most <= high:
+            return False
+    return True
 
 
 def prove_reference(
@@ -358,6 +391,9 @@ def generation_of(reference: Reference) -> str:
     return "v5e"
 
 
-def is_tpu(reference: Reference) -> bool:
-    """Whether its outputs come from a TPU, or are predicted for one."""
-    return reference.precision in _LABELS
+def is_rounded(reference: Reference) -> bool:
+    """Whether its outputs carry rounding of their own (a TPU's, half precision), real or predicted.
+
+    Then no file can be held to be nearer to them than they are to float64.
+    """
+    return reference.precision not in ("f32", "f64")
