@@ -23,7 +23,14 @@ from typing import Any
 from tpu2edge.errors import OptionError
 from tpu2edge.runtime_check.metrics import OutputMetrics
 
-__all__ = ["DEFAULT_SOURCES", "Bound", "Budget", "budget_against_tpu", "default_budget"]
+__all__ = [
+    "DEFAULT_SOURCES",
+    "UNPROVED_LEAST_DB",
+    "Bound",
+    "Budget",
+    "budget_against_tpu",
+    "default_budget",
+]
 
 # metric -> (field of OutputMetrics, the only direction that makes sense)
 _METRICS: dict[str, tuple[str, str]] = {
@@ -278,15 +285,22 @@ def default_budget(recipe: str) -> Budget:
 #: How far below the TPU's own noise floor a file may be against a TPU's outputs. The file's own error
 #: adds to the TPU's rounding; 3 dB is as much again.
 FLOOR_MARGIN_DB = 3.0
+#: Below this nobody's rounding explains a captured output: whole models in bfloat16 are at 33 dB
+#: after 48 transformer layers, a TPU's default precision at 42 dB.
+UNPROVED_LEAST_DB = 20.0
 
 
-def budget_against_tpu(recipe: str, floor: Mapping[str, OutputMetrics]) -> Budget:
+def budget_against_tpu(
+    recipe: str, floor: Mapping[str, OutputMetrics], *, least_db: float = -math.inf
+) -> Budget:
     """The default when the reference is a TPU's (or predicted for one).
 
     Args:
         recipe: name of the recipe.
         floor: for each output, the reference compared with the float64 oracle: the noise that the
             TPU's own rounding makes, which no file can be held to be below.
+        least_db: what a file has to reach whatever the floor says (or the recipe's default, if that
+            is less): for outputs that nothing has shown to be this model's.
 
     Returns:
         Per output the recipe's default, but at most 3 dB below that noise floor; for integers the
@@ -303,7 +317,9 @@ def budget_against_tpu(recipe: str, floor: Mapping[str, OutputMetrics]) -> Budge
             outputs[name] = (
                 Bound(
                     metric="sqnr",
-                    value=round(min(wanted, metrics.sqnr_db_worst - FLOOR_MARGIN_DB), 2),
+                    value=round(
+                        min(wanted, max(metrics.sqnr_db_worst - FLOOR_MARGIN_DB, least_db)), 2
+                    ),
                 ),
             )
     return Budget(

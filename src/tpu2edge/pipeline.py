@@ -7,6 +7,7 @@ the same from what the command line was given.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -578,13 +579,19 @@ class _Job:
             self._budget(recipe)
 
     def _budget(self, recipe: str, truth: _Truth | None = None) -> Budget:
-        from tpu2edge.runtime_check.budget import budget_against_tpu, default_budget
+        from tpu2edge.runtime_check.budget import (
+            UNPROVED_LEAST_DB,
+            budget_against_tpu,
+            default_budget,
+        )
 
         if self.budget is not None:
             return self.budget  # type: ignore[no-any-return]
         base = default_budget(recipe)
         if truth is not None and references.is_rounded(truth.reference):
-            base = budget_against_tpu(recipe, truth.floor)
+            # The floor of captured outputs holds their faults, too: what they should be is better.
+            least = UNPROVED_LEAST_DB if truth.is_given and not truth.expected else -math.inf
+            base = budget_against_tpu(recipe, truth.expected or truth.floor, least_db=least)
         return _parse_budget(self.budgets, base)
 
     def _say(self, notes: Sequence[Note]) -> None:
@@ -683,6 +690,7 @@ class _Job:
             truth.eager = closed["eager"]
             truth.floor = noise_floor(truth.reference, truth.oracle)
             if data.given is not None:
+                truth.is_given = True
                 truth.proof = self._prove(program, data, truth, log)
         return truth
 
@@ -723,19 +731,19 @@ class _Job:
         samples: Sequence[Sample],
         choice: references.ReferenceChoice,
         log: IO[bytes],
+        twin: bool = False,
     ) -> references.Predicted:
+        wanted = (program.program, program.signature, samples, choice)
         if self.isolate:
-            return references.predict_isolated(
-                program.program, program.signature, samples, choice, log=log, progress=self.progress
-            )
-        return references.predict_outputs(
-            program.program, program.signature, samples, choice, progress=self.progress
-        )
+            return references.predict_isolated(*wanted, twin=twin, log=log, progress=self.progress)
+        return references.predict_outputs(*wanted, twin=twin, progress=self.progress)
 
     def _prove(
         self, program: TracedProgram, data: _Data, truth: _Truth, log: IO[bytes]
     ) -> list[CaseReport]:
         """The first comparison: were the captured outputs made from these weights and inputs?"""
+        from tpu2edge.runtime_check.parity import noise_floor
+
         reference, eager = truth.reference, truth.eager
         assert eager is not None
         precision = references.precision_of_label(reference.precision)
@@ -749,22 +757,22 @@ class _Job:
                 )
                 self._say([Note(code="not-proved", text=text)])
                 return []
-            near: Any = _LazyOutputs(eager)
             return references.prove_reference(
-                reference, lambda: near, truth.floor, "the module on this CPU"
+                reference, _LazyOutputs(eager), "the module on this CPU"
             )
         generation = references.generation_of(reference)
         choice = references.ReferenceChoice(
             kind="tpu-emulated", generation=generation, precision=precision
         )
         try:
-            predicted = self._predict(program, data.samples, choice, log)
+            predicted = self._predict(program, data.samples, choice, log, twin=True)
         except (ConversionError, DeviceError, OptionError) as error:
             text = f"whether the reference belongs to these weights is not proved: {error.what}"
             self._say([Note(code="not-proved", text=f"{text} ({error.do})")])
             return []
         label = f"this CPU with TPU {generation} numerics"
-        return references.prove_reference(reference, lambda: predicted.outputs, truth.floor, label)
+        truth.expected = noise_floor(reference, truth.oracle, outputs=predicted.outputs)
+        return references.prove_reference(reference, predicted.outputs, label, twin=predicted.twin)
 
     def _lower(
         self, folder: Path, program: TracedProgram, log: IO[bytes]
@@ -901,6 +909,8 @@ class _Truth:
     oracle: Reference
     eager: Reference | None = None
     floor: dict[str, OutputMetrics] = field(default_factory=dict)
+    is_given: bool = False  # captured elsewhere, not predicted here
+    expected: dict[str, OutputMetrics] = field(default_factory=dict)  # the floor it should have
     proof: list[CaseReport] = field(default_factory=list)
 
 
