@@ -924,6 +924,8 @@ class _LazyOutputs(Sequence[Any]):
         return len(self._reference)
 
     def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)  # what ends an iteration
         return self._reference.outputs(index)
 
 
