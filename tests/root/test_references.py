@@ -23,7 +23,7 @@ from tpu2edge.capturing import ImportRequest, describe_reference, import_referen
 from tpu2edge.errors import BundleError, DataError, DeviceError, OptionError
 from tpu2edge.export.program import trace_module
 from tpu2edge.references import ReferenceChoice, prove_reference, replay
-from tpu2edge.runtime_check.budget import budget_against_tpu
+from tpu2edge.runtime_check.budget import UNPROVED_LEAST_DB, budget_against_tpu
 from tpu2edge.runtime_check.metrics import sqnr_db
 from tpu2edge.runtime_check.parity import noise_floor
 from tpu2edge.runtime_check.reference import Reference, ReferenceWriter
@@ -416,7 +416,21 @@ def test_weights_that_differ_below_the_tpus_noise_are_found_by_the_first_compari
 ) -> None:
     """The stand-in for the TPU is the emulator (with the TPU compiler's decisions if it is there).
 
-    Its weights are changed; the device's outputs are those of the right model in float32. FIGURES
+    Its weights are changed; the device's outputs are those of the right model in float32. Measured
+    on 2026-11-30 (worst sample; the bound of the proof was 49.8 dB, the floor 51.8 dB):
+
+        captured from            proof    device    proof   budget   budget without the proof
+        right                      inf      51.8    PASS    PASS     PASS
+        right, other additions    54.1      51.9    PASS    PASS     PASS
+        right, other exp          52.4      51.9    PASS    PASS     PASS
+        matrix exchanged          12.8      12.8    FAIL    FAIL     FAIL
+        layer 0 * 1.01            38.0      38.0    FAIL    FAIL     PASS
+        layer 6 * 1.01            43.2      42.6    FAIL    FAIL     PASS
+        layer 11 * 1.01           48.7      47.5    FAIL    FAIL     PASS
+        100 steps earlier         22.6      22.6    FAIL    FAIL     PASS
+
+    The last column is the budget between TPU and device when nothing predicts what the TPU's noise
+    should be: the reference's own distance from float64 then counts as its noise, down to 20 dB.
     """
     from tpu2edge.export.stablehlo import stablehlo_from_program
 
@@ -473,7 +487,7 @@ def test_weights_that_differ_below_the_tpus_noise_are_found_by_the_first_compari
             writer.add(sample, traced.oracle(sample.inputs))
     oracle = Reference.load(tmp_path / "oracle")
     eager = [traced.eager(sample.inputs)["logits"] for sample in samples]
-    table: dict[str, tuple[float, float, str, str]] = {}
+    table: dict[str, tuple[float, float, str, str, str]] = {}
     bounds: set[str] = set()
     for number, (name, state) in enumerate(captured.items()):
         reference = Reference.from_arrays(
@@ -485,6 +499,9 @@ def test_weights_that_differ_below_the_tpus_noise_are_found_by_the_first_compari
         (proof,) = prove_reference(reference, near, "this CPU", twin=twin)
         floor = noise_floor(reference, oracle, outputs=near)
         (bound,) = budget_against_tpu("float32", floor).outputs["logits"]
+        (alone,) = budget_against_tpu(
+            "float32", noise_floor(reference, oracle), least_db=UNPROVED_LEAST_DB
+        ).outputs["logits"]
         device = min(sqnr_db(reference.outputs(i)["logits"], eager[i]) for i in range(len(samples)))
         assert proof.metrics is not None
         assert proof.metrics.sqnr_db_worst is not None
@@ -494,14 +511,12 @@ def test_weights_that_differ_below_the_tpus_noise_are_found_by_the_first_compari
             device,
             str(proof.verdict),
             "PASS" if device >= bound.value else "FAIL",
+            "PASS" if device >= alone.value else "FAIL",
         )
-    text = "\n".join(
-        [*bounds, *(f"{n:24} {p:6.1f} {d:6.1f} {v} {b}" for n, (p, d, v, b) in table.items())]
-    )
-    print(text)
-    for name, (_, _, verdict, _) in table.items():
+    lines = [f"{n:24} {p:6.1f} {d:6.1f} {' '.join(v)}" for n, (p, d, *v) in table.items()]
+    text = "\n".join([*bounds, *lines])
+    for name, (_, _, verdict, _, _) in table.items():
         assert verdict == ("PASS" if name.startswith("right") else "FAIL"), text
-    # The budget between TPU and device alone lets some of the faults pass.
-    assert any(
-        budget == "PASS" for name, (*_, budget) in table.items() if not name.startswith("right")
-    ), text
+    # The budget between TPU and device alone lets all of these pass.
+    passed = {name for name, (*_, alone) in table.items() if alone == "PASS"}
+    assert passed >= {name for name in captured if "1.01" in name or "earlier" in name}, text
