@@ -241,6 +241,49 @@ def test_an_export_passes_against_a_capture_and_refuses_one_of_other_weights(
     assert not (tmp_path / "no").exists()
 
 
+def test_an_export_proves_captured_tpu_outputs_below_the_tpus_own_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer off by 0.2 % is at 49.8 dB, as the TPU's noise (50.5 dB): the budget lets it pass.
+
+    What the prediction can repeat of itself is far above in a network of two layers: 66 dB.
+    """
+    if libtpu_version() is None:
+        pytest.skip("needs the TPU compiler: pip install 'tpu2edge[tpu]'")
+    monkeypatch.setenv("TPU2EDGE_CACHE", str(tmp_path / "cache"))
+    model = Plain().eval()
+    traced = trace_module(model, (torch.ones(8, 64),))
+    samples = [Sample(id=f"s{i}", inputs=inputs) for i, inputs in enumerate(rows(4))]
+    predicted = references.predict_isolated(
+        traced.program,
+        traced.signature,
+        samples,
+        ReferenceChoice(kind="tpu-emulated", generation="v6e"),
+        progress=lambda *_: None,
+    )
+    reference = Reference.from_arrays(
+        tmp_path / "ref",
+        inputs=[sample.inputs for sample in samples],
+        outputs=predicted.outputs,
+        precision="bf16-default",
+        extra={"device_kind": "TPU v6 lite"},
+    )
+    common: dict[str, Any] = {"args": torch.ones(8, 64), "reference": reference}
+    right = tpu2edge.export_model(model, output=tmp_path / "right", **common)
+    label = "this CPU with TPU v6e numerics"
+    assert str(right.verdict) == "PASS"
+    assert str(right.report.case("y", recipe="reference", device=label).verdict) == "PASS"
+    assert "unknown-weights" in {note.code for note in right.notes}
+    with torch.no_grad():
+        model.second.weight *= 1.002
+    wrong = tpu2edge.export_model(model, output=tmp_path / "wrong", **common)
+    assert str(wrong.verdict) == "FAIL"
+    assert str(wrong.report.case("y").verdict) == "PASS"
+    (reason,) = wrong.report.case("y", recipe="reference", device=label).reasons
+    assert reason.code == "weights"
+    assert "weights, inputs or precision are not those of this model" in reason.text
+
+
 # ---------------------------------------------------------------------------- which one is the usual
 
 
