@@ -291,8 +291,9 @@ def move_to_device(model: torch.nn.Module, name: str) -> None:
             step="capture",
         )
     if kind == "jax":
-        from tpu2edge.export.stablehlo import import_torchax
+        from tpu2edge.export.stablehlo import import_torchax, keep_jax_off_absent_tpus
 
+        keep_jax_off_absent_tpus()
         with import_torchax().default_env():
             model.to("jax")
         return

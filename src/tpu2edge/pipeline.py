@@ -1109,7 +1109,7 @@ def _replayed(
 
 
 def _choice(reference: Reference | Path | str) -> references.ReferenceChoice:
-    if hasattr(reference, "sample_ids"):
+    if not isinstance(reference, (Path, str)):
         return references.ReferenceChoice(kind="given")
     return references.ReferenceChoice.parse(reference)
 
