@@ -29,7 +29,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: $(STAMP) lint types
 	$(BIN)/pytest -m 'not slow and not tpu'

@@ -60,6 +60,14 @@ def export(
             help="An input's dimension that may change from run to run. Repeatable.",
         ),
     ] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=SHAPE,SHAPE…",
+            help="One signature for each shape, weights stored once: x=1x3x224x224,8x3x224x224. "
+            "Repeatable for other inputs: the k-th shapes belong together.",
+        ),
+    ] = None,
     signature_name: Annotated[
         str, typer.Option(metavar="NAME", help="Name of the entry in the file.")
     ] = "serving_default",
@@ -105,6 +113,7 @@ def export(
       tpu2edge export model.py -o out
       tpu2edge export model.py:build --checkpoint weights.safetensors --inputs samples.npz -o out
       tpu2edge export model.py --recipe float32 --recipe dynamic_wi8_afp32 -o out
+      tpu2edge export model.py --shapes x=1x3x224x224,8x3x224x224 -o out
       tpu2edge export model.py --dynamic tokens.1=8:128 --budget 'sqnr>=60dB' -o out
     """
     from tpu2edge.cli import printing
@@ -119,6 +128,7 @@ def export(
         inputs=tuple(inputs or ()),
         num_samples=num_samples,
         dynamic=tuple(dynamic or ()),
+        shapes=tuple(shapes or ()),
         signature_name=signature_name,
         recipes=tuple(recipe or ("float32",)),
         budgets=tuple(budget or ()),

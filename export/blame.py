@@ -20,6 +20,7 @@ __all__ = ["module_path", "place_of_exception", "place_of_node", "source_of_node
 
 # The wrapper that flattens inputs and outputs is the top module while tracing (see program.py).
 _WRAPPER_ATTRIBUTE = "inner"
+_METHOD_ATTRIBUTE = "method_owner"  # below it, where a method is traced (see methods.py)
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
 _LIBRARIES = tuple(
@@ -44,9 +45,11 @@ def module_path(node: torch.fx.Node) -> str:
 def strip_wrapper(path: str) -> str:
     """``path`` as the user knows it, without the tracing wrapper and torch.export's prefixes."""
     path = path.removeprefix("L['self'].").removeprefix("L__self___").split("@")[0]
-    if path == _WRAPPER_ATTRIBUTE:
-        return ""
-    return path.removeprefix(_WRAPPER_ATTRIBUTE + ".")
+    for attribute in (_WRAPPER_ATTRIBUTE, _METHOD_ATTRIBUTE):
+        if path == attribute:
+            return ""
+        path = path.removeprefix(attribute + ".")
+    return path
 
 
 def place_of_node(node: torch.fx.Node) -> Place:

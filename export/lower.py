@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import json
+import operator
 import os
 import re
 import sys
@@ -33,9 +35,12 @@ from tpu2edge.errors import (
     Tpu2EdgeError,
     error_from_json,
 )
-from tpu2edge.export import blame, rewrites
+from tpu2edge.export import blame, dynamic_sizes, rewrites, state
+from tpu2edge.export.default_sizes import write_smallest_sizes
+from tpu2edge.export.loops import outline_loops
 from tpu2edge.export.own_outputs import own_outputs
-from tpu2edge.types import LayerSource, Note, Progress, Signature, no_progress
+from tpu2edge.export.rewrites import native
+from tpu2edge.types import Dim, LayerSource, Note, Progress, Signature, no_progress
 
 __all__ = ["Lowered", "Loweree", "lower_isolated", "lower_programs"]
 
@@ -45,7 +50,16 @@ _BY_REFERENCE_BYTES = 1 << 20
 
 # Programs with these operators are decomposed before litert-torch's layout pass looks for places
 # where NCHW can become NHWC; others gain nothing from that retrace (same file, measured on BERT).
-_LAYOUT_OPS = ("conv", "pool", "norm", "upsample", "interpolate", "grid_sampler", "pixel_shuffle")
+_LAYOUT_OPS = (
+    "conv",
+    "pool",
+    "norm",
+    "upsample",
+    "interpolate",
+    "grid_sampler",
+    "pixel_shuffle",
+    "aten.pad",
+)
 
 aten = torch.ops.aten
 
@@ -55,11 +69,12 @@ class Lowered:
     """A written, not yet tested, float ``.tflite`` file.
 
     ``nodes`` maps the name of a node of the lowered graph to its place in the torch model; LiteRT
-    tensor names contain these names.
+    tensor names contain these names. ``origins`` maps it to the node of the exported graph.
     """
 
     path: Path
     nodes: Mapping[str, LayerSource] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
 
 
@@ -102,6 +117,7 @@ def lower_isolated(
     return Lowered(
         path=path,
         nodes={name: LayerSource(**source) for name, source in last["nodes"].items()},
+        origins=last["origins"],
         notes=tuple(Note(code=code, text=text) for code, text in last["notes"]),
     )
 
@@ -118,36 +134,73 @@ def lower_programs(
     progress("import litert-torch")
     toolkit = _Toolkit()
     nodes: dict[str, LayerSource] = {}
+    origins: dict[str, str] = {}
     notes: list[Note] = []
     context = toolkit.backend.export_utils.create_ir_context()
     constants = toolkit.inline_consts.InlineConstsContext(enable_resource_constants=True)
     modules: list[Any] = []
     graphs: list[torch.fx.Graph] = []
+    shared: dict[tuple[Any, ...], torch.Tensor] = {}
     with toolkit.tamed():
-        for traced in programs:
+        for index, traced in enumerate(programs):
             progress("decompose")
             program = _decomposed(traced.program, toolkit, notes)
             progress("lower")
             graphs.append(program.graph)
             for node in program.graph.nodes:
                 if node.op == "call_function":
-                    nodes.setdefault(node.name, blame.source_of_node(node))
+                    if index:  # two programs have nodes of one name
+                        node.meta[_LABEL] = f"s{index}_{node.name}"
+                    nodes.setdefault(_label(node), blame.source_of_node(node))
+                    origins.setdefault(_label(node), toolkit.origin(node) or node.name)
+            own_memory(program)
+            if len(programs) > 1:
+                share_constants(program, shared)
+            if any(is_dynamic(node) for node in program.graph.nodes):
+                constant = toolkit.inline_consts.tensor_lowering_placeholder
+                dynamic_sizes.fold_constants(program, constant)
             modules.append(toolkit.mlir(program, traced.signature, context, constants))
         progress("convert")
         try:
             merged = toolkit.converter.merge_modules(modules)
             merged = toolkit.to_tfl(merged, context)
+            with context:
+                outline_loops(toolkit.ir, _operation(merged))
             if any(toolkit.is_by_reference(attr) for attr in constants.constant_cache.values()):
                 merged = toolkit.fold(merged, context, notes)
             with context:
                 own_outputs(toolkit.ir, _operation(merged))
             progress("write")
             toolkit.converter.export_flatbuffer_to_file(_operation(merged), str(path))
+            write_smallest_sizes(path, [traced.signature for traced in programs])
         except Tpu2EdgeError:
             raise
         except Exception as err:
             raise _converter_error(err, graphs) from err
-    return Lowered(path=path, nodes=nodes, notes=tuple(notes))
+    return Lowered(path=path, nodes=nodes, origins=origins, notes=tuple(notes))
+
+
+def own_memory(program: ExportedProgram) -> None:
+    """Every constant owns contiguous memory: see prepare.py on litert-torch#1238."""
+    for store in (program.state_dict, program.constants):
+        for name, value in list(store.items()):
+            if isinstance(value, torch.Tensor) and not value.is_contiguous():
+                store[name] = value.detach().contiguous()
+
+
+def share_constants(program: ExportedProgram, shared: dict[tuple[Any, ...], torch.Tensor]) -> None:
+    """Put in place of each constant the equal one of ``shared``, which learns the new ones.
+
+    By their bytes, since copies are made on the way (a program that went through a file, a buffer,
+    a fold of a batch norm); the converter stores one tensor once.
+    """
+    for store in (program.state_dict, program.constants):
+        for name, value in list(store.items()):
+            if not isinstance(value, torch.Tensor) or not value.numel():
+                continue
+            memory = value.detach().reshape(-1).view(torch.uint8).numpy()
+            key = (value.dtype, tuple(value.shape), hashlib.sha256(memory.data).digest())
+            store[name] = shared.setdefault(key, value)
 
 
 def _operation(module: Any) -> Any:
@@ -161,29 +214,25 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
     """The program in the core operators that litert-torch lowers, in as few retraces as possible."""
     fx_infra = toolkit.fx_infra
     program = _shallow(program)
+    dynamic = any(is_dynamic(node) for node in program.graph.nodes)
+    toolkit.applied.clear()
     rewrites.on_exported(program, notes)
     program = fx_infra.graph_utils.reset_from_node_meta(program)
     try:
         if _wants_layout(program) or _mutates(program):
             program = fx_infra.safe_run_decompositions(
                 program,
-                rewrites.add_decompositions(fx_infra.decomp.pre_convert_decomp()),
+                toolkit.table(fx_infra.decomp.pre_convert_decomp(), dynamic),
                 can_skip=False,
             )
             # Before litert-torch's passes, which drop what is written to buffers without a word.
-            refuse_state(program)
-        program = toolkit.convert_passes(program)
+            state.refuse_state(program)
+        program = toolkit.convert_passes(program, dynamic)
         _int32_ranges(program)
         program = fx_infra.safe_run_decompositions(
-            program, toolkit.lowering_decompositions(), can_skip=False
+            program, toolkit.lowering_decompositions(dynamic), can_skip=False
         )
-        rewrites.on_decomposed(program, notes)
-        if any(is_dynamic(node) for node in program.graph.nodes):
-            # litert-torch's lowerings through JAX take fixed sizes only; the direct ones to TFL
-            # operators know dynamic ones, and are made from core operators.
-            program = fx_infra.safe_run_decompositions(
-                program, toolkit.direct_decompositions(), can_skip=False
-            )
+        rewrites.on_decomposed(program, notes, toolkit.applied)
     except Tpu2EdgeError:
         raise
     except Exception as err:
@@ -235,7 +284,10 @@ def _int32_ranges(program: ExportedProgram) -> None:
         if node.target not in targets or value is None or value.dtype is not torch.int64:
             continue
         ends = [end for end in node.args[:2] if isinstance(end, (int, float))]
-        if len(ends) != len(node.args[:2]) or any(abs(end) > 2**31 - 1 for end in ends):
+        sizes = [end for end in node.args[:2] if isinstance(end, torch.fx.Node)]
+        if len(ends) + len(sizes) != len(node.args[:2]) or any(
+            abs(end) > 2**31 - 1 for end in ends
+        ):
             continue
         node.target = _Int32Range(node.target)
 
@@ -248,47 +300,10 @@ class _Int32Range:
         self.__name__ = "arange_int32"
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if any(isinstance(arg, torch.SymInt) for arg in args):
+            return self.op(*args, **{**kwargs, "dtype": torch.int32})  # type: ignore[no-any-return]
         result: torch.Tensor = aten._to_copy.default(self.op(*args, **kwargs), dtype=torch.int32)
         return result
-
-
-def refuse_state(program: ExportedProgram) -> None:
-    """Refuse a program that writes to its own buffers or parameters.
-
-    Raises:
-        ConversionError: it does; LiteRT would start from the same state at every call.
-    """
-    signature = program.graph_signature
-    written = [
-        blame.strip_wrapper(name)
-        for name in (
-            *signature.buffers_to_mutate.values(),
-            *getattr(signature, "parameters_to_mutate", {}).values(),
-        )
-    ]
-    if not written:
-        return
-    shown = ", ".join(f"'{name}'" for name in dict.fromkeys(written))
-    place = Place(tensor=written[0])
-    for mutated, target in signature.buffers_to_mutate.items():
-        node = next((n for n in program.graph.nodes if n.name == mutated), None)
-        if node is not None and node.meta.get("stack_trace"):
-            found = blame.place_of_node(node)
-            place = Place(
-                module=found.module,
-                op=found.op,
-                file=found.file,
-                line=found.line,
-                code=found.code,
-                tensor=blame.strip_wrapper(target),
-            )
-            break
-    raise ConversionError(
-        f"the model writes to its own state ({shown}), which a LiteRT file would lose: every call "
-        "would start again from the values at export",
-        do="take the state as an input and return the new one as an output",
-        place=place,
-    )
 
 
 # ------------------------------------------------------------------------------------- litert-torch
@@ -319,27 +334,43 @@ class _Toolkit:
         self._core = core
         self._runtime_fold = runtime_fold
         self._torch_tfl = torch_tfl
+        self._signature: Signature | None = None  # of the program that is being lowered
+        rewrites.add_lowerings(backend.lowerings.lower)
+        self.applied = set[str]()  # names of the rewrites that were used in place of an operator
+        native.register()
 
-    def convert_passes(self, program: ExportedProgram) -> ExportedProgram:
-        result: ExportedProgram = self._core._run_convert_passes(program)
+    def convert_passes(self, program: ExportedProgram, dynamic: bool) -> ExportedProgram:
+        with contextlib.ExitStack() as stack:
+            if dynamic:  # composite operators take fixed sizes only
+                passes = self._core.fx_passes
+                nothing = passes.EliminateDeadCodePass
+                stack.enter_context(mock.patch.object(passes, "BuildAtenCompositePass", nothing))
+            result: ExportedProgram = self._core._run_convert_passes(program)
         return result
 
-    def lowering_decompositions(self) -> Any:
+    def table(self, table: Any, dynamic: bool) -> Any:
+        """A decomposition table with ours; without what is lowered whole for dynamic sizes."""
+        if dynamic:
+            for op in dynamic_sizes.KEPT_WHOLE:
+                table.pop(op, None)
+            usual = torch.export.default_decompositions()
+            for op in dynamic_sizes.TAKEN_APART:
+                table[op] = usual[op]
+        return rewrites.add_decompositions(table, self.applied)
+
+    def lowering_decompositions(self, dynamic: bool) -> Any:
         # Not `table | {…}`: that gives a plain dict without the composite operators of the table.
         table = self.fx_infra.decomp.pre_lower_decomp()
         multinomial = aten.multinomial.default
         table[multinomial] = self._torch_tfl.decomps[multinomial]
-        return rewrites.add_decompositions(table)
-
-    def direct_decompositions(self) -> Any:
-        table = self.fx_infra.decomp.pre_lower_decomp()
-        table.update(self._torch_tfl.decomps)
-        return table
+        return self.table(table, dynamic)
 
     @contextlib.contextmanager
     def tamed(self) -> Iterator[None]:
         """litert-torch without its second decomposition, its clamping and its layer names."""
         export = self.backend_export
+        sizes = dynamic_sizes.Lowerings()
+        toolkit = self
 
         class Interpreter(export.LoweringInterpreter):  # type: ignore[misc,name-defined]
             def run_node(self, node: torch.fx.Node) -> Any:
@@ -348,7 +379,13 @@ class _Toolkit:
                 except Tpu2EdgeError:
                     raise
                 except Exception as err:
-                    raise _lowering_error(err, node) from err
+                    raise _lowering_error(err, node, toolkit._signature) from err
+
+            def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+                node = self.lctx.node
+                if target is not operator.getitem and _meets_dynamic(node):
+                    return dynamic_sizes.lowering_of(target)(sizes, node, *args, **kwargs)
+                return super().call_function(target, args, kwargs)
 
         def keep(program: ExportedProgram, *_args: Any, **_kwargs: Any) -> ExportedProgram:
             return program
@@ -366,11 +403,7 @@ class _Toolkit:
         self, program: ExportedProgram, signature: Signature, context: Any, constants: Any
     ) -> Any:
         """The program as an MLIR module that carries the signature's names."""
-        # Every constant owns contiguous memory: see prepare.py on litert-torch#1238.
-        for store in (program.state_dict, program.constants):
-            for name, value in list(store.items()):
-                if isinstance(value, torch.Tensor) and not value.is_contiguous():
-                    store[name] = value.detach().contiguous()
+        self._signature = signature
         threshold = mock.patch.dict(
             os.environ, {"RESOURCE_CONSTANT_NUMEL_THRESHOLD": str(_BY_REFERENCE_BYTES)}
         )
@@ -400,6 +433,11 @@ class _Toolkit:
             )
         return module
 
+    def origin(self, node: torch.fx.Node) -> str | None:
+        """The name of the exported graph's node that ``node`` was decomposed from."""
+        name = self.debuginfo.build_nodename_debuginfo(node)
+        return str(name) if name else None
+
     def is_by_reference(self, attribute: Any) -> bool:
         return isinstance(attribute, self.ir.DenseResourceElementsAttr)
 
@@ -417,20 +455,31 @@ def _layer_name(node: torch.fx.Node) -> str | None:
     """The name of the LiteRT tensor: torch module path and node, "encoder.0.linear/addmm_3"."""
     if not node.meta.get("nn_module_stack"):
         return None
-    return f"{blame.module_path(node) or 'forward'}/{node.name};"
+    return f"{blame.module_path(node) or 'forward'}/{_label(node)};"
+
+
+_LABEL = "tpu2edge_label"
+
+
+def _label(node: torch.fx.Node) -> str:
+    """The node's name in the file."""
+    label: str = node.meta.get(_LABEL, node.name)
+    return label
 
 
 # ---------------------------------------------------------------------------------------- errors
 
 
-def _lowering_error(err: Exception, node: torch.fx.Node) -> LoweringError:
+def _lowering_error(
+    err: Exception, node: torch.fx.Node, signature: Signature | None
+) -> LoweringError:
     place = blame.place_of_node(node)
     text = _first_line(err)
-    if any(is_dynamic(one) for one in (node, *node.all_input_nodes)):
+    if _meets_dynamic(node):
+        said = text if isinstance(err, NotImplementedError) else f"{type(err).__name__}: {text}"
         return LoweringError(
-            f"the operator {node.target} cannot be lowered with a dynamic size: "
-            f"{type(err).__name__}: {text[:300]}",
-            do="export fixed sizes: leave --dynamic away",
+            f"the operator {node.target} cannot be lowered with a dynamic size: {said[:300]}",
+            do=_buckets(signature),
             place=place,
         )
     if "Lowering not found" in text:
@@ -446,11 +495,35 @@ def _lowering_error(err: Exception, node: torch.fx.Node) -> LoweringError:
     )
 
 
+def _buckets(signature: Signature | None) -> str:
+    """What to type instead of --dynamic: several fixed shapes, from the same ends."""
+    texts: list[str] = []
+    for spec in signature.inputs if signature is not None else ():
+        if spec.is_dynamic:
+            ends = [
+                "x".join(
+                    str(getattr(size, end) if isinstance(size, Dim) else size)
+                    for size in spec.shape
+                )
+                for end in ("min", "max")
+            ]
+            texts.append(f"--shapes {spec.name}={','.join(ends)}")
+    shown = " ".join(texts) or "--shapes NAME=SHAPE,SHAPE"
+    return f"export fixed sizes instead of --dynamic, which share one copy of the weights: {shown}"
+
+
+def _meets_dynamic(node: torch.fx.Node) -> bool:
+    return any(is_dynamic(one) for one in (node, *node.all_input_nodes))
+
+
 def is_dynamic(node: torch.fx.Node) -> bool:
     """Whether the node's result has, or is, a size that is known only when the model runs."""
     value = node.meta.get("val")
-    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-    return any(isinstance(size, torch.SymInt) for size in sizes)
+    for one in value if isinstance(value, (tuple, list)) else (value,):
+        sizes = one.shape if isinstance(one, torch.Tensor) else (one,)
+        if any(isinstance(size, (torch.SymInt, torch.SymFloat)) for size in sizes):
+            return True
+    return False
 
 
 def _decomposition_error(err: Exception, program: ExportedProgram) -> LoweringError:
@@ -505,7 +578,7 @@ def _converter_error(err: Exception, graphs: Sequence[torch.fx.Graph]) -> Conver
 def _place_by_name(graphs: Sequence[torch.fx.Graph], name: str) -> Place | None:
     for graph in graphs:
         for node in graph.nodes:
-            if node.name == name:
+            if _label(node) == name:
                 return blame.place_of_node(node)
     return None
 

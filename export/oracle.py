@@ -91,7 +91,7 @@ class Oracle:
         """How many samples go in step: one where a sample may leave a trace that others see."""
         largest = 1
         for node in self._program.graph.nodes:
-            if node.op == "call_function" and not _is_pure(node.target):
+            if node.op == "call_function" and not _is_pure(node):
                 return 1
             value = node.meta.get("val")
             if node.op == "call_function" and isinstance(value, torch.Tensor):
@@ -180,13 +180,17 @@ def _in_step(
     raise AssertionError("a graph without output")
 
 
-def _is_pure(target: Any) -> bool:
-    """Whether an operator neither writes to its inputs, nor draws random numbers, nor holds a graph."""
-    if isinstance(target, torch._ops.OpOverload):
-        return (
-            not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
-        )
-    return getattr(target, "__module__", "") == operator.getitem.__module__  # getitem, add, …
+def _is_pure(node: fx.Node) -> bool:
+    """Whether a call neither writes to its inputs, nor draws random numbers, nor holds a graph."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__module__", "") == operator.getitem.__module__  # getitem, add, …
+    if target is torch.ops.aten.dropout.default and node.args[2] is False:
+        return True
+    if target is torch.ops.aten.scaled_dot_product_attention.default:
+        dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return isinstance(dropout, float) and dropout == 0.0
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _wide(value: Any) -> Any:

@@ -17,11 +17,14 @@ import numpy as np
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.nn.utils.rnn import PackedSequence
 
 from tpu2edge.errors import DataError, ExportError, OptionError, Place, Tpu2EdgeError
-from tpu2edge.export import blame, half_precision, names, oracle
+from tpu2edge.export import blame, half_precision, names, oracle, taps
+from tpu2edge.export import state as states
 from tpu2edge.export.prepare import prepare_module
+from tpu2edge.export.rewrites import recurrent
 from tpu2edge.types import Array, Dim, Note, Signature, Tensors, TensorSpec
 
 __all__ = ["TracedProgram", "keep_global_state", "trace_module", "trace_program"]
@@ -48,7 +51,8 @@ class TracedProgram:
     """A model as one graph, with the names and types that its LiteRT file will have.
 
     ``signature`` gives the edge types (64-bit ones narrowed); ``input_dtypes`` the program's own.
-    ``constant_outputs`` do not depend on any input.
+    ``constant_outputs`` do not depend on any input. ``state`` gives for each input and output that
+    carries a buffer of the module from call to call (see state.py) that buffer's path.
     """
 
     program: ExportedProgram
@@ -57,9 +61,15 @@ class TracedProgram:
     example: Tensors
     notes: tuple[Note, ...]
     constant_outputs: frozenset[str]
+    tapped: ExportedProgram  # with the values before final activations as further outputs
+    taps: tuple[str, ...]  # names of those, in the order of tapped's outputs behind the program's
+    tapped_outputs: tuple[str, ...]  # the outputs that the taps lie before
+    tap_nodes: tuple[str, ...]  # the exported graph's nodes that compute them
+    state: Mapping[str, str]
     _eager: nn.Module | None
-    _layout: names.CallLayout | None
+    _layout: _Layout | None
     _oracle: oracle.Oracle
+    _state: states.State
 
     def eager(self, inputs: Tensors) -> dict[str, Array]:
         """The user's module in float32 on one sample: arrays by name, in the program's types.
@@ -68,27 +78,40 @@ class TracedProgram:
             ExportError: the module raises on this sample, or returns other outputs than traced.
         """
         tensors = self._tensors(inputs)
+        found = self._eager_outputs(tensors)
+        if self.taps:
+            with torch.no_grad(), keep_global_state():
+                every = self._named(self.tapped.module()(*self._tensors(inputs)))
+            found.update({name: every[name] for name in self.taps})
+        return found
+
+    def _eager_outputs(self, tensors: tuple[torch.Tensor, ...]) -> dict[str, Array]:
         with torch.no_grad(), keep_global_state():
             if self._eager is None or self._layout is None:
                 flat = self.program.module()(*tensors)
                 return self._named(flat if isinstance(flat, (tuple, list)) else (flat,))
+            layout, module = self._layout, self._eager
+            count = len(layout.inner.names)
             try:
-                result = self._layout.call(self._eager, tensors)
+                outputs, after = self._state.run(
+                    lambda: layout.call(module, tensors[:count]), tensors[count:]
+                )
+            except Tpu2EdgeError:
+                raise
             except Exception as err:
                 raise ExportError(
                     f"the module fails on a sample: {type(err).__name__}: {err}",
                     do="check the sample's values, or give real --inputs",
                     place=blame.place_of_exception(err, self._eager),
                 ) from err
-            layout = names.output_layout(result)
-        expected = tuple(spec.name for spec in self.signature.outputs)
-        if layout.names != expected:
+        expected = tuple(s.name for s in self.signature.outputs if s.name not in self.state)
+        if outputs.names != expected:
             raise ExportError(
-                f"the module returns other outputs on another sample: {list(layout.names)}, "
+                f"the module returns other outputs on another sample: {list(outputs.names)}, "
                 f"traced {list(expected)}",
                 do="make the outputs independent of the values of the inputs",
             )
-        return self._named(layout.tensors)
+        return self._named((*outputs.tensors, *after))
 
     def oracle(self, inputs: Tensors) -> dict[str, Array]:
         """The traced program in float64 on one sample; integers and booleans stay what they are."""
@@ -111,11 +134,20 @@ class TracedProgram:
         return self._oracle.exceptions
 
     def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, Array]:
-        specs = self.signature.outputs
-        return {
-            spec.name: numpy_from_tensor(tensor)
-            for spec, tensor in zip(specs, tensors, strict=True)
-        }
+        names = [spec.name for spec in self.signature.outputs]
+        if len(tensors) > len(names):
+            names += self.taps
+        return {n: numpy_from_tensor(tensor) for n, tensor in zip(names, tensors, strict=True)}
+
+    @property
+    def tapped_signature(self) -> Signature:
+        """``signature`` with the values before final activations as further outputs."""
+        values = {node.name: node.meta["val"] for node in self.program.graph.nodes if node.meta}
+        more = tuple(
+            TensorSpec(name=name, shape=tuple(values[node].shape), dtype="float32")
+            for name, node in zip(self.taps, self.tap_nodes, strict=True)
+        )
+        return replace(self.signature, outputs=self.signature.outputs + more)
 
     def _tensors(self, inputs: Tensors) -> tuple[torch.Tensor, ...]:
         out: list[torch.Tensor] = []
@@ -130,27 +162,92 @@ class TracedProgram:
         return tuple(out)
 
 
+#: Channels behind the other axes, by rank, and the way back.
+_LAST = {3: (0, 2, 1), 4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
+_FIRST = {3: (0, 2, 1), 4: (0, 3, 1, 2), 5: (0, 4, 1, 2, 3)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """Calls of forward on tensors as the file takes and gives them: some have channels last."""
+
+    inner: names.CallLayout
+    last_inputs: frozenset[str]
+    last_outputs: frozenset[str]
+
+    def to_file(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """forward's inputs as the file takes them."""
+        if unknown := sorted(self.last_inputs - set(self.inner.names)):
+            raise OptionError(
+                f"--channels-last names no input {unknown}", do=f"inputs: {list(self.inner.names)}"
+            )
+        return tuple(
+            _permuted(name, tensor, _LAST, "input") if name in self.last_inputs else tensor
+            for name, tensor in zip(self.inner.names, tensors, strict=True)
+        )
+
+    def call(self, forward: Any, tensors: tuple[torch.Tensor, ...]) -> names.OutputLayout:
+        """The outputs as the file gives them."""
+        own = tuple(
+            _permuted(name, tensor, _FIRST, "input") if name in self.last_inputs else tensor
+            for name, tensor in zip(self.inner.names, tensors, strict=True)
+        )
+        outputs = names.output_layout(self.inner.call(forward, own))
+        if not self.last_outputs:
+            return outputs
+        if unknown := sorted(self.last_outputs - set(outputs.names)):
+            raise OptionError(
+                f"--channels-last-output names no output {unknown}",
+                do=f"outputs: {list(outputs.names)}",
+            )
+        return replace(
+            outputs,
+            tensors=tuple(
+                _permuted(name, tensor, _LAST, "output") if name in self.last_outputs else tensor
+                for name, tensor in zip(outputs.names, outputs.tensors, strict=True)
+            ),
+        )
+
+
+def _permuted(
+    name: str, tensor: torch.Tensor, orders: Mapping[int, tuple[int, ...]], kind: str
+) -> torch.Tensor:
+    if tensor.dim() not in orders:
+        raise OptionError(
+            f"{kind} '{name}' has {tensor.dim()} axes, so it has no channels to be put last",
+            do="name inputs and outputs of 3 to 5 axes: batch, channels, and those of the image",
+        )
+    return tensor.permute(orders[tensor.dim()])
+
+
 class _Flat(nn.Module):
     """The module with tensors in and tensors out, so that a trace has nothing but tensors."""
 
-    def __init__(self, inner: nn.Module, layout: names.CallLayout) -> None:
+    def __init__(self, inner: nn.Module, layout: _Layout) -> None:
         super().__init__()
         self.inner = inner
         self.layout = layout
+        self.state = states.State()
         self.seen = _Seen()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = names.output_layout(self.layout.call(self.inner, tensors))
+        count = len(self.layout.inner.names)
+        held = states.held(self.inner)
+        outputs, after = self.state.run(
+            lambda: self.layout.call(self.inner, tensors[:count]), tensors[count:]
+        )
+        self.seen.assigned = states.assigned(self.inner, held)
         self.seen.names, self.seen.left_out = outputs.names, outputs.left_out
-        return outputs.tensors
+        return (*outputs.tensors, *after)
 
 
 class _Seen:
-    """What the trace learned about the outputs; an object of its own, since torch.export puts the
+    """What the trace learned about outputs and state; an object of its own, since torch.export puts the
     module's attributes back after tracing."""
 
     names: tuple[str, ...] = ()
     left_out: tuple[Note, ...] = ()
+    assigned: Sequence[str] = ()
 
 
 def trace_module(
@@ -158,7 +255,10 @@ def trace_module(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    dynamic: Mapping[str, Mapping[int, Dim]] | None = None,
+    dynamic: Mapping[str, Mapping[int, Any]] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    channels_last: Sequence[str] = (),
+    channels_last_output: Sequence[str] = (),
     signature_name: str = "serving_default",
 ) -> TracedProgram:
     """``module`` traced on the example inputs; the module and its random state stay as they were.
@@ -167,7 +267,12 @@ def trace_module(
         module: any torch module, on any device, in any mode (see prepare_module).
         args: example positional inputs.
         kwargs: example keyword inputs.
-        dynamic: for each input name, which axes may change between which sizes.
+        dynamic: for each input name, which axes may change between which sizes: Dim of this
+            package or torch.export.Dim.
+        shapes: other shapes of inputs than the example's, which is repeated or cut along its axes.
+        channels_last: inputs that the file takes with channels last (NHWC); the example has them as
+            forward takes it. Axes of ``dynamic`` and ``shapes`` are those of the file.
+        channels_last_output: outputs that the file gives with channels last.
         signature_name: the name of the entry in the LiteRT file.
 
     Raises:
@@ -175,19 +280,25 @@ def trace_module(
         ModelSourceError: the example inputs do not fit forward.
         OptionError: ``dynamic`` names an unknown input or axis.
     """
+    dynamic = {name: _own_dims(name, axes) for name, axes in (dynamic or {}).items()}
     with keep_global_state():
         prepared = prepare_module(module)
-        layout = names.call_layout(prepared.module.forward, args, kwargs or {})
+        call = names.call_layout(prepared.module.forward, args, kwargs or {})
+        layout = _Layout(
+            inner=call,
+            last_inputs=frozenset(channels_last),
+            last_outputs=frozenset(channels_last_output),
+        )
+        given = _reshaped(call.names, layout.to_file(call.tensors), shapes or {})
         notes = list(prepared.notes)
         tensors = tuple(
-            _edge_input(name, tensor, notes)
-            for name, tensor in zip(layout.names, layout.tensors, strict=True)
+            _edge_input(name, tensor, notes) for name, tensor in zip(call.names, given, strict=True)
         )
-        shapes = _dynamic_shapes(layout.names, tensors, dynamic or {})
-        tensors = _roomy(tensors, layout.names, dynamic or {})
+        symbols = _dynamic_shapes(call.names, tensors, dynamic or {})
+        tensors = _roomy(tensors, call.names, dynamic or {})
         flat = _Flat(prepared.module, layout).eval()
         try:
-            program = _export(flat, tensors, shapes)
+            program = _export_with_state(flat, tensors, symbols, notes)
         except ExportError:
             if not prepared.half_dtypes:
                 raise
@@ -195,8 +306,17 @@ def trace_module(
             # traced as the module is, the program is widened as a whole afterwards.
             own = prepare_module(module, keep_half=True)
             flat = _Flat(own.module, layout).eval()
-            given = _roomy(layout.tensors, layout.names, dynamic or {})
-            program = _export(flat, tuple(t.detach().cpu() for t in given), shapes)
+            given = _roomy(given, call.names, dynamic or {})
+            given = tuple(t.detach().cpu() for t in given)
+            program = _export_with_state(flat, given, symbols, notes)
+        carried = _state_names(flat, call.names)
+        tensors = (
+            *tensors,
+            *(
+                _edge_input(name, value, notes)
+                for name, value in zip(carried, flat.state.initial(), strict=True)
+            ),
+        )
     notes.extend(flat.seen.left_out)
     half = half_precision.compute_in_float32(program)
     if half:
@@ -206,19 +326,27 @@ def trace_module(
         notes.append(Note(code="computed-in-float32", text=text + "what the file is compared with"))
     notes.extend(
         Note(code="baked-in", text=f"argument '{name}' is {value}: fixed in the file")
-        for name, value in layout.constants.items()
+        for name, value in call.constants.items()
         if value != "None"
     )
+    if carried:
+        text = (
+            f"state: {', '.join(carried)} go in and come out at every call, starting from the "
+            "values in the module (docs/state.md)"
+        )
+        notes.append(Note(code="state", text=text))
     return _traced(
         program,
-        layout.names,
-        flat.seen.names,
+        (*call.names, *carried),
+        (*flat.seen.names, *carried),
         dynamic or {},
         signature_name,
         notes,
         None if half else prepared.module,
         layout,
         tensors,
+        flat.state,
+        carried,
     )
 
 
@@ -275,6 +403,54 @@ def _edge_input(name: str, tensor: torch.Tensor, notes: list[Note]) -> torch.Ten
     return tensor
 
 
+def _own_dims(name: str, axes: Mapping[int, Any]) -> dict[int, Dim]:
+    """torch.export's dimensions as ours; each needs both ends, which are checked."""
+    own: dict[int, Dim] = {}
+    for axis, dim in axes.items():
+        low, high = getattr(dim, "min", None), getattr(dim, "max", None)
+        if low == 0:  # torch.export.Dim's own default; no runtime takes empty inputs
+            low = 1
+        if not isinstance(low, int) or not isinstance(high, int) or high >= _INT32.max:
+            raise OptionError(
+                f"the dynamic axis {axis} of input '{name}' has no largest size",
+                do=f'give both ends: torch.export.Dim("{name}_{axis}", min=1, max=8)',
+            )
+        if not 1 <= low <= high:
+            raise OptionError(
+                f"the dynamic axis {axis} of input '{name}' has no size from {low} to {high}"
+            )
+        own[axis] = dim if isinstance(dim, Dim) else Dim(name=f"{name}_{axis}", min=low, max=high)
+    return own
+
+
+def _reshaped(
+    input_names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    shapes: Mapping[str, Sequence[int]],
+) -> tuple[torch.Tensor, ...]:
+    """The example in the shapes that are asked for."""
+    for name in shapes:
+        if name not in input_names:
+            raise OptionError(
+                f"--shapes names no input '{name}'", do=f"inputs: {list(input_names)}"
+            )
+    out: list[torch.Tensor] = []
+    for name, tensor in zip(input_names, tensors, strict=True):
+        wanted = tuple(shapes.get(name, tensor.shape))
+        if len(wanted) != tensor.dim() or (tensor.numel() == 0 and wanted != tensor.shape):
+            raise OptionError(
+                f"--shapes: the example of input '{name}' has the shape {list(tensor.shape)}, "
+                f"which cannot become {list(wanted)}",
+                do="give as many sizes as the input has axes",
+            )
+        for axis, size in enumerate(wanted):
+            if tensor.shape[axis] != size:
+                places = torch.arange(size, device=tensor.device) % tensor.shape[axis]
+                tensor = tensor.detach().index_select(axis, places)
+        out.append(tensor)
+    return tuple(out)
+
+
 def _dynamic_shapes(
     input_names: tuple[str, ...],
     tensors: tuple[torch.Tensor, ...],
@@ -319,19 +495,112 @@ def _roomy(
     return tuple(out)
 
 
+def _export_with_state(
+    flat: _Flat, tensors: tuple[torch.Tensor, ...], symbols: Any, notes: list[Note]
+) -> ExportedProgram:
+    """The traced program; buffers that it writes to have become further inputs and outputs."""
+    program = _export(flat, tensors, symbols, flat.layout.inner.names)
+    wrapper = "inner."
+    for index in states.input_writes(program):
+        text = (
+            f"forward writes to its input '{flat.layout.inner.names[index]}': the file computes with the "
+            "new values, but the caller's array stays as it was"
+        )
+        notes.append(Note(code="input-written", text=text))
+    buffers, parameters = states.written(program)
+    if parameters:  # at worst too many were found: the decomposition knows
+        states.refuse_state(_parameter_writes(program))
+    found = list(
+        dict.fromkeys((*(path.removeprefix(wrapper) for path in buffers), *flat.seen.assigned))
+    )
+    if not found:
+        return program
+    flat.state = states.State.of(flat.inner, found)
+    program = _export_given_state(flat, tensors, symbols)
+    judged = states.unread(program, len(tensors))
+    if not judged.unread and not judged.unchanged:
+        return program
+    paths = flat.state.names
+    scratch = [path for index, path in enumerate(paths) if index in judged.unread]
+    kept = [
+        path for index, path in enumerate(paths) if index not in judged.unread | judged.unchanged
+    ]
+    if scratch:
+        shown = ", ".join(f"'{blame.strip_wrapper(path)}'" for path in scratch)
+        text = f"{shown}: written by forward, but nothing reads it; it is not in the file"
+        notes.append(Note(code="state-left-out", text=text))
+    flat.state = states.State.of(flat.inner, kept, scratch)
+    return _export_given_state(flat, tensors, symbols)
+
+
+def _export_given_state(
+    flat: _Flat, tensors: tuple[torch.Tensor, ...], symbols: Any
+) -> ExportedProgram:
+    initial = flat.state.initial()
+    if symbols is not None:
+        symbols = ((*symbols[0], *({} for _ in initial)),)
+    every = (*tensors, *(value.clone() for value in initial))
+    return _export(flat, every, symbols, flat.layout.inner.names)
+
+
+def _parameter_writes(program: ExportedProgram) -> ExportedProgram:
+    """The program in functional form, without what its signature says of buffers."""
+    functional: ExportedProgram = program.run_decompositions()
+    functional.graph_signature.output_specs = [
+        spec
+        for spec in functional.graph_signature.output_specs
+        if spec.kind is not OutputKind.BUFFER_MUTATION
+    ]
+    return functional
+
+
+def _state_names(flat: _Flat, input_names: Sequence[str]) -> tuple[str, ...]:
+    """``state.<path>``, under another first word if an input or output is called so already."""
+    taken = (*input_names, *flat.seen.names)
+    prefix, number = "state", 1
+    while any(name == prefix or name.startswith(f"{prefix}.") for name in taken):
+        number += 1
+        prefix = f"state{number}"
+    return tuple(f"{prefix}.{blame.strip_wrapper(path)}" for path in flat.state.names)
+
+
 def _export(
-    flat: _Flat, tensors: tuple[torch.Tensor, ...], shapes: tuple[tuple[dict[int, Any], ...]] | None
+    flat: _Flat,
+    tensors: tuple[torch.Tensor, ...],
+    shapes: tuple[tuple[dict[int, Any], ...]] | None,
+    input_names: tuple[str, ...],
 ) -> ExportedProgram:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), recurrent.quick_shapes():
             return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
     except Tpu2EdgeError:
         raise
     except Exception as err:
-        raise _export_error(err, flat.inner, shapes is not None) from err
+        buckets = "" if shapes is None else _buckets(input_names, tensors, shapes[0])
+        raise _export_error(err, flat.inner, buckets) from err
 
 
-def _export_error(err: Exception, inner: nn.Module, dynamic: bool) -> ExportError:
+def _buckets(
+    input_names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    shapes: Sequence[Mapping[int, Any]],
+) -> str:
+    """The --shapes that have the ends of --dynamic."""
+    texts = []
+    for name, tensor, axes in zip(input_names, tensors, shapes, strict=True):
+        if axes:
+            ends = [
+                "x".join(
+                    str(getattr(axes[axis], end) if axis in axes else size)
+                    for axis, size in enumerate(tensor.shape)
+                )
+                for end in ("min", "max")
+            ]
+            texts.append(f"--shapes {name}={','.join(ends)}")
+    return " ".join(texts)
+
+
+def _export_error(err: Exception, inner: nn.Module, buckets: str) -> ExportError:
     text = str(err)
     place = blame.place_of_exception(err, inner)
     kind = type(err).__name__
@@ -343,10 +612,16 @@ def _export_error(err: Exception, inner: nn.Module, dynamic: bool) -> ExportErro
             "out of the model",
             place=place,
         )
-    if dynamic and kind in ("UserError", "ConstraintViolationError"):
+    if _holds_packed_sequence(err):
+        return ExportError(
+            "the model packs sequences of different lengths (PackedSequence), which is not one graph",
+            do="feed the padded tensor to the recurrent layer, or export one length",
+            place=place,
+        )
+    if buckets and kind in ("UserError", "ConstraintViolationError"):
         return ExportError(
             f"the dynamic dimensions do not fit the model: {_first_lines(text)}",
-            do="correct --dynamic, or export several fixed shapes",
+            do=f"correct --dynamic, or export fixed sizes, which share the weights: {buckets}",
             place=place,
         )
     return ExportError(
@@ -354,6 +629,15 @@ def _export_error(err: Exception, inner: nn.Module, dynamic: bool) -> ExportErro
         do="change this line, or leave this part out of the exported module",
         place=place,
     )
+
+
+def _holds_packed_sequence(err: BaseException) -> bool:
+    trace = err.__traceback__
+    while trace is not None:
+        if any(isinstance(value, PackedSequence) for value in trace.tb_frame.f_locals.values()):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _first_lines(text: str, count: int = 3) -> str:
@@ -369,8 +653,10 @@ def _traced(
     signature_name: str,
     notes: list[Note],
     eager: nn.Module | None,
-    layout: names.CallLayout,
+    layout: _Layout,
     tensors: tuple[torch.Tensor, ...],
+    state: states.State,
+    carried: Sequence[str],
 ) -> TracedProgram:
     check_constants(program)
     output_values = _output_values(program)
@@ -405,8 +691,13 @@ def _traced(
         outputs.append(
             TensorSpec(name=name, shape=_symbolic(value.shape, dims), dtype=EDGE_DTYPES[dtype])
         )
+    tapped, squashed = taps.with_taps(program, output_names)
     return TracedProgram(
         program=program,
+        tapped=tapped,
+        taps=tuple(taps.tap_name(name) for name in squashed),
+        tapped_outputs=squashed,
+        tap_nodes=taps.tap_nodes(program, tapped),
         signature=Signature(name=signature_name, inputs=inputs, outputs=tuple(outputs)),
         input_dtypes=tuple(t.dtype for t in tensors),
         example={
@@ -415,9 +706,13 @@ def _traced(
         },
         notes=tuple(notes),
         constant_outputs=frozenset(_independent_outputs(program, output_names)),
+        state={
+            name: blame.strip_wrapper(path) for name, path in zip(carried, state.names, strict=True)
+        },
         _eager=eager,
         _layout=layout,
-        _oracle=oracle.Oracle(program),
+        _oracle=oracle.Oracle(tapped),
+        _state=state,
     )
 
 

@@ -36,12 +36,20 @@ from tpu2edge.types import Note
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ARGS_NAMES", "KWARGS_NAMES", "MODEL_NAMES", "LoadedSource", "load_source"]
+__all__ = [
+    "ARGS_NAMES",
+    "KWARGS_NAMES",
+    "MODEL_NAMES",
+    "LoadedSource",
+    "load_source",
+    "signatures_from_mapping",
+]
 
 #: Names that are looked for when MODEL names no function, group after group. The first group that
 #: has a name in the file decides; two names of one group are refused. ``get_model`` is
-#: litert-cli's name.
+#: litert-cli's name; ``get_signatures`` gives several entries of one file.
 MODEL_NAMES: tuple[tuple[str, ...], ...] = (
+    ("get_signatures",),
     ("get_model",),
     ("make_model", "make", "build_model", "create_model"),
     ("model", "net"),
@@ -76,7 +84,9 @@ _OTHER_FILES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedSource:
-    """What MODEL came to: exactly one of ``module`` and ``program`` is set.
+    """What MODEL came to: exactly one of ``module``, ``program`` and ``signatures`` is set.
+
+    ``signatures`` maps the name of each entry of the file to (module or method, args, kwargs).
 
     ``args`` is None when the source has no example inputs, and ``()`` when all of them are in
     ``kwargs``. ``origin`` is MODEL as the user wrote it, without an absolute path; ``sha256`` is
@@ -90,6 +100,7 @@ class LoadedSource:
     origin: str
     sha256: str | None
     notes: tuple[Note, ...]
+    signatures: Mapping[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] | None = None
 
 
 def load_source(spec: str) -> LoadedSource:
@@ -97,9 +108,11 @@ def load_source(spec: str) -> LoadedSource:
 
     The named thing is a function without required arguments, an ``nn.Module``, or a subclass of it
     that needs no arguments. A function returns a model, ``(model, args)``, ``(model, args,
-    kwargs)`` or ``{"model", "args", "kwargs"}``; args are one tensor, a tuple or list of inputs, or
-    a dict (then they are kwargs). A plain ``file.py`` is searched for :data:`MODEL_NAMES`, and
-    :data:`ARGS_NAMES` beside the model give its inputs. The model is neither copied nor changed.
+    kwargs)``, ``{"model", "args", "kwargs"}``, or, for several signatures of one file, a dict of
+    ``name: (module or method, args)`` or ``name: (module or method, args, kwargs)``; args are one
+    tensor, a tuple or list of inputs, or a dict (then they are kwargs). A plain ``file.py`` is
+    searched for :data:`MODEL_NAMES`, and :data:`ARGS_NAMES` beside the model give its inputs. The
+    model is neither copied nor changed.
 
     The file's folder (the current folder for a package) is put first on ``sys.path`` and stays
     there, because models import their neighbours late. A file is run anew at each call.
@@ -333,6 +346,17 @@ def _from_namespace(
         origin = f"{origin}:{name}"
     value = _attribute(module, name, shown)
     result = _call(value, name, shown, wants="a model")
+    if _is_signatures(result, name):
+        return LoadedSource(
+            module=None,
+            program=None,
+            args=None,
+            kwargs={},
+            origin=origin,
+            sha256=_sha256(path) if path is not None and path.is_file() else None,
+            notes=tuple(notes),
+            signatures=signatures_from_mapping(result, name),
+        )
     found, args, kwargs = _unpack(result, name)
     if args is None and not kwargs:
         args, kwargs = _inputs_beside(module, name, shown, notes)
@@ -483,6 +507,53 @@ def _definition(value: Any) -> Place | None:
     except (OSError, TypeError):
         return None
     return Place(file=_shown(file), line=line, code=lines[0].strip()) if file else None
+
+
+def _is_signatures(result: Any, name: str) -> bool:
+    if name.rpartition(".")[2] == "get_signatures":
+        return True
+    return (
+        isinstance(result, Mapping)
+        and bool(result)
+        and not set(result) & set(_DICT_KEYS)
+        and all(isinstance(entry, (tuple, list)) for entry in result.values())
+    )
+
+
+def signatures_from_mapping(
+    result: Any, what: str
+) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """``{name: (module or method, args[, kwargs])}``, checked, with args and kwargs filled in.
+
+    Raises:
+        ModelSourceError: another form.
+    """
+    form = 'return {"encode": (model.encode, (x,)), "decode": (model.decode, (y,))}'
+    if not isinstance(result, Mapping) or not result:
+        got = "an empty dict" if isinstance(result, Mapping) else f"a {type(result).__name__}"
+        raise ModelSourceError(f"{what} gives {got}, where signatures were expected", do=form)
+    signatures: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+    for name, entry in result.items():
+        if not isinstance(name, str) or not isinstance(entry, (tuple, list)):
+            raise ModelSourceError(
+                f"{what}: {name!r} has a {type(entry).__name__}, where (module or method, args) "
+                "was expected",
+                do=form,
+            )
+        if not 2 <= len(entry) <= 3:
+            raise ModelSourceError(
+                f"{what}: {name!r} has {len(entry)} things; (module or method, args, kwargs) "
+                "are 2 or 3",
+                do=form,
+            )
+        target, args, kwargs = (*entry, None)[:3]
+        positional, named = _inputs(args, f"the args of {name!r}")
+        if kwargs is not None:
+            if not isinstance(kwargs, Mapping):
+                raise ModelSourceError(f"{what}: the kwargs of {name!r} are no dict", do=form)
+            named = _merged(named, kwargs, name)
+        signatures[name] = (target, positional or (), named)
+    return signatures
 
 
 def _unpack(result: Any, name: str) -> tuple[Any, tuple[Any, ...] | None, dict[str, Any]]:

@@ -22,10 +22,11 @@ import importlib.util
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tpu2edge.errors import ConversionError, LoweringError, OptionError, Place, Tpu2EdgeError
 from tpu2edge.types import Array, HloArgument, Note, StableHlo, TensorSpec
@@ -56,8 +57,18 @@ _Lowered = tuple[str, tuple[Note, ...]]
 
 
 def available_routes() -> tuple[str, ...]:
-    """The routes whose packages are installed, best first; nothing is imported."""
-    return tuple(r for r in ROUTES if importlib.util.find_spec(_PACKAGES[r][0]) is not None)
+    """The routes whose packages are installed, best first; nothing is imported.
+
+    TorchTPU and torchax both take torch's one slot for a device of another vendor: a process that
+    has loaded one of them cannot take the other's route.
+    """
+    rivals = {"torchtpu": "torchax", "torchax": "torch_tpu"}
+    return tuple(
+        route
+        for route in ROUTES
+        if importlib.util.find_spec(_PACKAGES[route][0]) is not None
+        and rivals.get(route) not in sys.modules
+    )
 
 
 def stablehlo_from_program(
@@ -83,7 +94,8 @@ def stablehlo_from_program(
             raise OptionError(f"no route {route!r} to StableHLO", do=f"take one of {ROUTES}")
         if route not in available_routes():
             raise OptionError(
-                f"the route {route!r} needs the package {_PACKAGES[route][0]}, not installed",
+                f"the route {route!r} is not there: {_PACKAGES[route][0]} is not installed, or "
+                "shut out by torch_tpu or torchax, of which a process can hold one",
                 do=f"install it, or take one of {available_routes()}",
             )
     lower: Callable[[_Program], _Lowered] = {
@@ -192,8 +204,7 @@ class _Program:
     def _state(self, target: str) -> torch.Tensor:
         for state in (self.program.state_dict, self.program.constants):
             if target in state:
-                value: torch.Tensor = state[target]
-                return value
+                return cast("torch.Tensor", state[target])
         raise ConversionError(
             f"the program lists {target!r} but holds no value for it", place=Place(tensor=target)
         )
@@ -421,7 +432,8 @@ def _lower_by_torchax(flat: _Program) -> _Lowered:
         # The caller's own JAX settings must not decide what the model's program is.
         with jax.enable_x64(False), jax.default_matmul_precision("default"):
             lowered = jax.jit(run, keep_unused=True).lower(*avals)
-            text: str = lowered.compiler_ir("stablehlo").operation.get_asm(enable_debug_info=True)
+            module: Any = lowered.compiler_ir("stablehlo")
+            text: str = module.operation.get_asm(enable_debug_info=True)
     finally:
         jax.config.update("jax_traceback_in_locations_limit", frames)
     notes = []
@@ -511,7 +523,10 @@ def _lower_by_litert_torch(flat: _Program) -> _Lowered:
     finally:
         debuginfo.build_mlir_debuginfo = original
     with lowered.ctx:
-        return str(lowered.module.operation.get_asm(enable_debug_info=True)), ()
+        text = str(lowered.module.operation.get_asm(enable_debug_info=True))
+    # Functions are numbered, and named at random besides: without that, equal models give equal
+    # bytes.
+    return re.sub(r"(@\w+_\d+)_[0-9a-f]{8}\b", r"\1", text), ()
 
 
 def _lower_by_torchtpu(flat: _Program) -> _Lowered:
@@ -523,7 +538,9 @@ def _lower_by_torchtpu(flat: _Program) -> _Lowered:
             f"{_TORCH_TPU_KNOWN}x only",
             do="take the route 'torchax' or 'litert-torch'",
         )
-    with _torchtpu_without_device():  # libtpu starts with the first placeholder, not the import
+    # libtpu starts with the first placeholder, not with the import.
+    with _torchtpu_without_device(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="<TorchTpu/ApiStage")  # experimental functions
         return _torchtpu_text(flat), ()
 
 

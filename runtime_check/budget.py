@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -291,14 +291,15 @@ UNPROVED_LEAST_DB = 20.0
 
 
 def budget_against_tpu(
-    recipe: str, floor: Mapping[str, OutputMetrics], *, least_db: float = -math.inf
+    recipe: str, floors: Sequence[Mapping[str, OutputMetrics]], *, least_db: float = -math.inf
 ) -> Budget:
     """The default when the reference is a TPU's (or predicted for one).
 
     Args:
         recipe: name of the recipe.
-        floor: for each output, the reference compared with the float64 oracle: the noise that the
-            TPU's own rounding makes, which no file can be held to be below.
+        floors: for each signature and output, the reference compared with the float64 oracle: the
+            noise that the TPU's own rounding makes, which no file can be held to be below. Where two
+            signatures have an output of one name, the larger noise counts.
         least_db: what a file has to reach whatever the floor says (or the recipe's default, if that
             is less): for outputs that nothing has shown to be this model's.
 
@@ -310,18 +311,15 @@ def budget_against_tpu(
     wanted = next((b.value for b in usual.floats if b.metric == "sqnr"), 0.0)
     allowed = next((b.value for b in usual.integers if b.metric == "mismatch"), 0.0)
     outputs: dict[str, tuple[Bound, ...]] = {}
-    for name, metrics in floor.items():
-        if metrics.sqnr_db_worst is None:
-            outputs[name] = (Bound(metric="mismatch", value=max(allowed, 1.5 * metrics.mismatch)),)
+    for name in {name: None for floor in floors for name in floor}:
+        known = [floor[name] for floor in floors if name in floor]
+        noise = [m.sqnr_db_worst for m in known if m.sqnr_db_worst is not None]
+        if noise:
+            value = round(min(wanted, max(min(noise) - FLOOR_MARGIN_DB, least_db)), 2)
+            outputs[name] = (Bound(metric="sqnr", value=value),)
         else:
-            outputs[name] = (
-                Bound(
-                    metric="sqnr",
-                    value=round(
-                        min(wanted, max(metrics.sqnr_db_worst - FLOOR_MARGIN_DB, least_db)), 2
-                    ),
-                ),
-            )
+            share = max(allowed, 1.5 * max(m.mismatch for m in known))
+            outputs[name] = (Bound(metric="mismatch", value=share),)
     return Budget(
         floats=usual.floats,
         integers=usual.integers,

@@ -175,8 +175,10 @@ class OutputMeter:
         if self._first is None or self._first_candidate is None:
             self._first, self._first_candidate = ref.reshape(-1)[0], got.reshape(-1)[0]
         if self.reference_constant:
+            assert self._first is not None
             self.reference_constant = _all_are(ref, self._first)
         if self.candidate_constant:
+            assert self._first_candidate is not None
             self.candidate_constant = _all_are(got, self._first_candidate)
 
     def _watch_patterns(self, sample: str, ref: NDArray[Any], got: NDArray[Any]) -> None:

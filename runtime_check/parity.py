@@ -12,7 +12,7 @@ import numpy as np
 
 from tpu2edge.errors import DataError, DeviceError, OptionError, Place
 from tpu2edge.runtime_check.budget import Budget
-from tpu2edge.runtime_check.devices.client import Session
+from tpu2edge.runtime_check.devices.client import Session, Tap
 from tpu2edge.runtime_check.metrics import OutputMeter, OutputMetrics
 from tpu2edge.runtime_check.reference.store import Reference, ReferenceWriter
 from tpu2edge.types import (
@@ -34,6 +34,7 @@ __all__ = [
     "ParityReport",
     "Reason",
     "check_model",
+    "check_taps",
     "noise_floor",
 ]
 
@@ -56,8 +57,8 @@ class ErrorSplit:
     Two branches leave the oracle: ``tpu_db`` is reference - oracle (the TPU's own rounding; None
     when the reference is the eager module), and eager - oracle (``float32_db``), float ``.tflite``
     - eager (``conversion_db``), quantized - float ``.tflite`` (``quantization_db``; None for a float
-    model) lead to the file, which is ``edge_db`` away from the oracle. The smaller the number, the
-    larger the step.
+    model, and with the conversion in it where the float file's outputs are not known) lead to the
+    file, which is ``edge_db`` away from the oracle. The smaller the number, the larger the step.
     """
 
     float32_db: float
@@ -200,12 +201,21 @@ class ParityReport:
         """0 all PASS, 1 a FAIL, 4 an ERROR."""
         return {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.ERROR: 4}[self.verdict]
 
-    def case(self, output: str, *, recipe: str = "float32", device: str = "host") -> CaseReport:
-        """The case of one output; KeyError if there is none."""
+    def case(
+        self,
+        output: str,
+        *,
+        recipe: str = "float32",
+        device: str = "host",
+        signature: str | None = None,
+    ) -> CaseReport:
+        """The case of one output, of the first signature that has it; KeyError if there is none."""
         for case in self.cases:
-            if (case.output, case.recipe, case.device) == (output, recipe, device):
+            if (case.output, case.recipe, case.device) == (output, recipe, device) and (
+                signature in (None, case.signature)
+            ):
                 return case
-        raise KeyError((output, recipe, device))
+        raise KeyError((output, recipe, device, signature))
 
     def to_json(self, *, times: bool = True) -> dict[str, Any]:
         """Plain data; without ``times`` the same check gives the same data."""
@@ -234,7 +244,7 @@ class ParityReport:
         )
 
     def merged(self, other: ParityReport) -> ParityReport:
-        """Both reports as one; they must be against the same reference."""
+        """Both reports as one; the line on the reference is this one's."""
         return replace(self, cases=self.cases + other.cases, times={**self.times, **other.times})
 
 
@@ -287,6 +297,7 @@ def check_model(
     threads: int | None = None,
     signature: str | None = None,
     constant_outputs: frozenset[str] = frozenset(),
+    other_outputs: frozenset[str] = frozenset(),
     keep: Path | None = None,
     log: IO[bytes] | None = None,
     progress: Progress = no_progress,
@@ -309,6 +320,7 @@ def check_model(
         threads: LiteRT threads.
         signature: the signature to check; the reference's own name by default.
         constant_outputs: outputs known not to depend on any input.
+        other_outputs: outputs of the file's other signatures, which the budget may name, too.
         keep: folder to keep the file's outputs in, as a reference of provider "litert".
         log: where the worker's stderr goes.
         progress: told about each sample.
@@ -322,8 +334,9 @@ def check_model(
     """
     expected = reference.signature
     names = [spec.name for spec in expected.outputs]
-    if unknown := budget.unknown_outputs(names):
-        raise OptionError(f"--budget names no output {unknown}", do=f"outputs: {names}")
+    known = [*names, *sorted(other_outputs - set(names))]
+    if unknown := budget.unknown_outputs(known):
+        raise OptionError(f"--budget names no output {unknown}", do=f"outputs: {known}")
     constant = constant_outputs | budget.may_be_constant
     cases = _Cases(model, device, expected, budget, conversion if eager is not None else None)
     if not len(reference):
@@ -354,7 +367,8 @@ def check_model(
                 _Side(oracle, eager, floor or {}, float_outputs, keep, model.recipe),
                 lambda done: progress(stage, done, len(reference)),
             )
-            times[f"{model.path.name}@{device}"] = {
+            which = f"#{actual.name}" if len(session.signatures) > 1 else ""
+            times[f"{model.path.name}@{device}{which}"] = {
                 **session.times,
                 "peak_rss_kb": session.peak_rss_kb,
             }
@@ -362,6 +376,70 @@ def check_model(
         reason = Reason(code=f"device-{error.step}", text=str(error))
         return report(cases.all(Verdict.ERROR, reason), {})
     return report(tuple(cases.judge(meters[name], name, constant) for name in names), times)
+
+
+def check_taps(
+    model: EdgeModel,
+    reference: Reference,
+    taps: Sequence[Tap],
+    budget: Budget,
+    *,
+    oracle: Reference | None = None,
+    eager: Reference | None = None,
+    conversion: Budget | None = None,
+    floor: Mapping[str, OutputMetrics] | None = None,
+    float_outputs: Reference | None = None,
+    threads: int | None = None,
+    log: IO[bytes] | None = None,
+) -> tuple[CaseReport, ...]:
+    """The values before a final softmax or sigmoid, on this machine, as cases of their own.
+
+    Squashed outputs hide faults: where a softmax is saturated, logits that are wrong by a factor
+    give the same probabilities. A tap whose values the reference does not hold (one that was
+    captured without them) is left out. LiteRT has to keep every tensor for this, which may change
+    what is fused: where that changes an output, the case says so.
+
+    Args:
+        taps: tensors of the file; each name is one that the references hold beside the outputs.
+        budget: the bounds, by the taps' names or for all floats.
+
+    Other arguments, and errors: as in :func:`check_model`.
+    """
+    known = set(reference.outputs(0))
+    taps = [tap for tap in taps if tap.name in known]
+    if not taps:
+        return ()
+    specs = tuple(TensorSpec(name=tap.name, shape=(), dtype="float32") for tap in taps)
+    expected = replace(reference.signature, outputs=specs)
+    cases = _Cases(model, "host", expected, budget, conversion if eager is not None else None)
+    side = _Side(oracle, eager, floor or {}, float_outputs, None, model.recipe)
+    gathered = {tap.name: _new_output(tap.name, side) for tap in taps}
+    same = True
+    try:
+        with (
+            Session(model.path, threads=threads, log=log) as plain,
+            Session(model.path, threads=threads, log=log, taps=taps) as tapped,
+        ):
+            actual = _matching(plain.signatures, taps[0].signature, expected.name)
+            feeds = [
+                _fit(reference.inputs(i), actual, name)
+                for i, name in enumerate(reference.sample_ids)
+            ]
+            runs = zip(plain.run(actual.name, feeds), tapped.run(actual.name, feeds), strict=True)
+            for index, (outputs, values) in enumerate(runs):
+                same = same and all(np.array_equal(values[n], a) for n, a in outputs.items())
+                got = {tap.name: np.asarray(values[tap.name]) for tap in taps}
+                _gather(gathered, expected, reference, side, index, got)
+    except DeviceError as error:
+        return cases.all(Verdict.ERROR, Reason(code=f"device-{error.step}", text=str(error)))
+    found = [cases.judge(gathered[tap.name], tap.name, budget.may_be_constant) for tap in taps]
+    if not same:
+        flag = Reason(
+            code="flag-other-kernels",
+            text="looking inside changes the file's outputs (other kernels): near, not exact",
+        )
+        found = [replace(case, reasons=(*case.reasons, flag)) for case in found]
+    return tuple(found)
 
 
 def _matching(signatures: Sequence[Signature], asked: str | None, usual: str) -> Signature:
@@ -424,7 +502,7 @@ class _Output:
         return ErrorSplit(
             float32_db=db["float32"],
             conversion_db=db["conversion"] if not quantized or self.has_float else None,
-            quantization_db=db["quantization"] if quantized and self.has_float else None,
+            quantization_db=db["quantization"] if quantized else None,
             tpu_db=db["tpu"] if self.eager_meter is not None else None,
             edge_db=db["edge"],
         )
@@ -441,15 +519,9 @@ def _db(signal: float, noise: float) -> float:
 def _run(
     session: Session, actual: Signature, reference: Reference, side: _Side, done: Any
 ) -> dict[str, _Output]:
-    outputs = {
-        spec.name: _Output(
-            side.floor[spec.name].max_abs if spec.name in side.floor else None,
-            side.eager is not None,
-        )
-        for spec in reference.signature.outputs
-    }
+    expected = reference.signature
+    outputs = {spec.name: _new_output(spec.name, side) for spec in expected.outputs}
     specs = {spec.name: spec for spec in actual.outputs}
-    expected = {spec.name: spec for spec in reference.signature.outputs}
     feeds = (
         _fit(reference.inputs(i), actual, reference.sample_ids[i]) for i in range(len(reference))
     )
@@ -457,35 +529,52 @@ def _run(
     runs = session.run(actual.name, feeds)
     for index, stored in zip(range(len(reference)), runs, strict=True):
         got = {name: _real(stored[name], specs[name]) for name in outputs}
-        truth = reference.outputs(index)
-        oracle = side.oracle.outputs(index) if side.oracle else None
-        base = side.float_outputs.outputs(index) if side.float_outputs else None
-        eager = side.eager.outputs(index) if side.eager else truth
-        identity = reference.sample_ids[index]
-        for name, output in outputs.items():
-            _compare(output, identity, expected[name], truth[name], got[name])
-            if output.fault is not None:
-                continue
-            if output.eager_meter is not None:
-                output.eager_meter.add(identity, eager[name], got[name])
-            if oracle is not None:
-                _add_split(
-                    output,
-                    _Steps(
-                        oracle[name],
-                        truth[name],
-                        eager[name],
-                        None if base is None else base[name],
-                        got[name],
-                    ),
-                    side.recipe != "float32",
-                )
+        _gather(outputs, expected, reference, side, index, got)
         if writer is not None:
-            writer.add(Sample(id=identity, inputs={}), got)
+            writer.add(Sample(id=reference.sample_ids[index], inputs={}), got)
         done(index + 1)
     if writer is not None:
         writer.close()
     return outputs
+
+
+def _new_output(name: str, side: _Side) -> _Output:
+    bound = side.floor[name].max_abs if name in side.floor else None
+    return _Output(bound, side.eager is not None)
+
+
+def _gather(
+    outputs: Mapping[str, _Output],
+    expected: Signature,
+    reference: Reference,
+    side: _Side,
+    index: int,
+    got: Mapping[str, Array],
+) -> None:
+    """Take one sample into the meters of all outputs."""
+    truth = reference.outputs(index)
+    oracle = side.oracle.outputs(index) if side.oracle else None
+    base = side.float_outputs.outputs(index) if side.float_outputs else {}
+    eager = side.eager.outputs(index) if side.eager else truth
+    identity = reference.sample_ids[index]
+    for name, output in outputs.items():
+        found = _as_shaped(got[name], truth[name], expected.output(name))
+        _compare(output, identity, expected.output(name), truth[name], found)
+        if output.fault is not None:
+            continue
+        if output.eager_meter is not None:
+            output.eager_meter.add(identity, eager[name], found)
+        if oracle is not None:
+            steps = _Steps(oracle[name], truth[name], eager[name], base.get(name), found)
+            _add_split(output, steps, side.recipe != "float32")
+
+
+def _as_shaped(found: Array, truth: Array, spec: TensorSpec) -> Array:
+    """A tap's values in the reference's shape, where only axes of size 1 differ."""
+    if spec.shape or np.shape(found) == np.shape(truth):
+        return found
+    ours, theirs = ([n for n in np.shape(one) if n != 1] for one in (found, truth))
+    return np.reshape(found, np.shape(truth)) if ours == theirs else found
 
 
 def _writer(side: _Side, reference: Reference) -> ReferenceWriter | None:
@@ -598,16 +687,16 @@ def _add_split(output: _Output, at: _Steps, quantized: bool) -> None:
     wide = [np.asarray(station).astype(np.float64) for station in stations]
     finite = np.logical_and.reduce([np.isfinite(station) for station in wide])
     o, r, e, d, *rest = (station[finite] for station in wide)
-    c = d if not quantized else (rest[0] if rest else None)
+    # Without the float file's outputs the conversion counts into the quantization.
+    c = d if not quantized else (rest[0] if rest else e)
     output.has_split = True
     output.signal += float(o @ o)
     steps = output.steps
     steps["tpu"] += float(np.sum((r - o) ** 2))
     steps["float32"] += float(np.sum((e - o) ** 2))
     steps["edge"] += float(np.sum((d - o) ** 2))
-    if c is not None:
-        steps["conversion"] += float(np.sum((c - e) ** 2))
-        steps["quantization"] += float(np.sum((d - c) ** 2))
+    steps["conversion"] += float(np.sum((c - e) ** 2))
+    steps["quantization"] += float(np.sum((d - c) ** 2))
 
 
 def noise_floor(
@@ -618,12 +707,13 @@ def noise_floor(
     A file that is no further from the oracle than this is as right as the reference. ``outputs``
     take the place of the reference's own: what it should hold, as far as that can be computed.
     """
-    meters = {spec.name: OutputMeter() for spec in reference.signature.outputs}
+    meters: dict[str, OutputMeter] = {}
     for index, identity in enumerate(reference.sample_ids):
         truth = oracle.outputs(index)
         found = reference.outputs(index) if outputs is None else outputs[index]
-        for name, meter in meters.items():
-            meter.add(identity, truth[name], found[name])
+        for name in found:  # the outputs, and the values before their activations
+            if name in truth:
+                meters.setdefault(name, OutputMeter()).add(identity, truth[name], found[name])
     return {name: meter.metrics() for name, meter in meters.items()}
 
 

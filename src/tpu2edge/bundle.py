@@ -2,8 +2,10 @@
 
     manifest.json          schema version, hashes, versions, sources of data, options, notes, times
     model.<recipe>.tflite  one file a recipe
+    state.npz              initial values of the state, if the model has any (docs/state.md)
     layers.json            LiteRT tensor -> torch module path, operator and source line
     reference/             the samples and the trusted outputs; reference/oracle: in float64
+    reference/<signature>/ the same for each further signature of the files, if there are any
     parity.json            every comparison, with its verdict
     log.txt                what third-party libraries printed
 
@@ -64,11 +66,43 @@ class Bundle:
             f"the bundle has no recipe '{recipe}'", do=f"it has {[m.recipe for m in self.models]}"
         )
 
-    def reference(self, name: str = "") -> Reference:
-        """The main reference, or the one beside it called ``name`` ("oracle")."""
+    @property
+    def signatures(self) -> tuple[str, ...]:
+        """The names of the signatures that the files have, the main one first."""
+        return tuple(entry["signature"]["name"] for entry in self._entries)
+
+    @property
+    def _entries(self) -> list[Mapping[str, Any]]:
+        main = {
+            "signature": self.manifest["signature"],
+            "reference": "reference",
+            "constant_outputs": self.manifest.get("constant_outputs", []),
+        }
+        return self.manifest.get("signatures") or [main]
+
+    def _entry(self, signature: str | None) -> Mapping[str, Any]:
+        if signature is None:
+            return self._entries[0]
+        for entry in self._entries:
+            if entry["signature"]["name"] == signature:
+                return entry
+        raise BundleError(
+            f"the bundle has no signature '{signature}'", do=f"it has {list(self.signatures)}"
+        )
+
+    def reference(self, name: str = "", *, signature: str | None = None) -> Reference:
+        """The reference of a signature (the main one), or the one beside it, ``name="oracle"``.
+
+        Raises:
+            BundleError: the bundle has no such signature; the message lists those it has.
+        """
         from tpu2edge.runtime_check.reference import Reference
 
-        return Reference.load(self.path / "reference" / name, verify=False)
+        return Reference.load(self.path / self._entry(signature)["reference"] / name, verify=False)
+
+    def constant_outputs(self, signature: str | None = None) -> frozenset[str]:
+        """Outputs of a signature (the main one) that do not depend on any input."""
+        return frozenset(self._entry(signature)["constant_outputs"])
 
 
 def load_bundle(path: Path | str, *, verify: bool = True) -> Bundle:

@@ -7,13 +7,15 @@ the same from what the command line was given.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import math
 import os
 import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -49,8 +51,10 @@ from tpu2edge.types import (
 if TYPE_CHECKING:
     import torch
 
+    from tpu2edge.export.lower import Lowered
     from tpu2edge.export.program import TracedProgram
     from tpu2edge.runtime_check.budget import Budget
+    from tpu2edge.runtime_check.devices.client import Tap
     from tpu2edge.runtime_check.metrics import OutputMetrics
     from tpu2edge.runtime_check.parity import CaseReport, ParityReport
     from tpu2edge.runtime_check.reference import Reference, ReferenceWriter
@@ -88,6 +92,7 @@ class ExportRequest:
     inputs: tuple[Path, ...] = ()
     num_samples: int = 8
     dynamic: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
     signature_name: str = "serving_default"
     recipes: tuple[str, ...] = ("float32",)
     budgets: tuple[str, ...] = ()
@@ -111,7 +116,8 @@ class ExportRequest:
                 "checkpoint": Path(data["checkpoint"]) if data["checkpoint"] else None,
                 "inputs": tuple(Path(p) for p in data["inputs"]),
                 **{
-                    name: tuple(data[name]) for name in ("dynamic", "recipes", "budgets", "devices")
+                    name: tuple(data[name])
+                    for name in ("dynamic", "shapes", "recipes", "budgets", "devices")
                 },
             }
         )
@@ -160,7 +166,7 @@ def _request_json(request: ExportRequest | CheckRequest) -> dict[str, Any]:
 
 
 def export_model(
-    module: torch.nn.Module | torch.export.ExportedProgram,
+    module: torch.nn.Module | torch.export.ExportedProgram | Mapping[str, tuple[Any, ...]],
     args: tuple[Any, ...] | torch.Tensor | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -170,7 +176,8 @@ def export_model(
     reference: Reference | Path | str = "eager",
     samples: Sequence[Sample | Mapping[str, Any]] | None = None,
     num_samples: int = 8,
-    dynamic: Mapping[str, Mapping[int, Dim]] | None = None,
+    dynamic: Mapping[str, Mapping[int, Dim | torch.export.Dim]] | None = None,
+    shapes: Mapping[str, Sequence[Sequence[int]]] | None = None,
     signature_name: str = "serving_default",
     devices: Sequence[str] = ("host",),
     threads: int | None = None,
@@ -187,7 +194,9 @@ def export_model(
     runs a ``.tflite`` have processes of their own, so what kills them does not kill the training.
 
     Args:
-        module: a torch module on any device and in any mode, or an ExportedProgram.
+        module: a torch module on any device and in any mode, an ExportedProgram, or, for several
+            signatures in one file, ``{"encode": (model.encode, args), "decode": (decoder, args,
+            kwargs)}``: modules, or methods of modules; weights they share are stored once.
         args: example positional inputs (a lone tensor counts as one); an ExportedProgram has its own.
         kwargs: example keyword inputs.
         output: the folder to make; it appears in one rename when all is done.
@@ -197,9 +206,14 @@ def export_model(
             "tpu-emulated[:v5e][@high]", "tpu-emulated-naive", "auto" (predicted for v5e if the extra
             "tpu" is installed), or a captured Reference or its folder, which brings its own samples.
         samples: inputs to check with, by input name (arrays or tensors); else the example and seeded
-            variations of it, and the report says that the data is synthetic.
+            variations of it, and the report says that the data is synthetic. With several
+            signatures each sample goes to those whose inputs it fits.
         num_samples: how many synthetic samples.
-        dynamic: for each input name, which axes may change, e.g. ``{"x": {0: Dim(...)}}``.
+        dynamic: for each input name, which axes may change, e.g. ``{"x": {0: Dim(...)}}``, with
+            this package's Dim or torch.export.Dim; both ends and a size between are checked.
+        shapes: for input names, several shapes each, ``{"x": [(1, 3, 8, 8), (4, 3, 8, 8)]}``: one
+            signature for each, the k-th shapes of all inputs together. The first is called
+            ``signature_name``, others have their shapes behind it, ``serving_default_4x3x8x8``.
         signature_name: name of the entry in the file.
         devices: where to check; "host" is this machine.
         threads: LiteRT threads.
@@ -217,8 +231,6 @@ def export_model(
         ConversionError: the model cannot be exported or converted (exit status 3).
         InputError: the inputs, options or the output folder do not fit (exit status 2).
     """
-    from tpu2edge.export.program import trace_module, trace_program
-
     job = _Job(
         output=Path(output),
         recipes=_recipes(recipes),
@@ -235,43 +247,42 @@ def export_model(
         isolate=True,
     )
     refuse_existing(job.output, force=force)
+    entries: _Entries
+    if isinstance(module, Mapping):
+        from tpu2edge.export.sources import signatures_from_mapping
 
-    def traced() -> TracedProgram:
-        if hasattr(module, "graph_signature"):
-            return trace_program(module, signature_name=signature_name)  # type: ignore[arg-type]
-        if args is None and not kwargs:
+        if args is not None or kwargs:
+            raise DataError(
+                "example inputs were given beside a mapping of signatures",
+                do='put them into it: {"encode": (model.encode, (x,))}',
+            )
+        entries = signatures_from_mapping(module, "export_model")
+    else:
+        if not _is_program(module) and args is None and not kwargs:
             raise DataError("no example inputs were given", do="pass args=(tensor, …) or kwargs")
         given = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-        return trace_module(
-            module,  # type: ignore[arg-type]
-            given if args is not None else (),
-            kwargs,
-            dynamic=dynamic,
-            signature_name=signature_name,
-        )
+        entries = {signature_name: (module, given if args is not None else (), dict(kwargs or {}))}
 
-    def data(program: TracedProgram) -> _Data:
+    def data(programs: Sequence[TracedProgram]) -> list[_Data]:
         if job.choice.kind == "given":
             if samples is not None:
                 raise OptionError(
                     "samples and a captured reference were both given",
                     do="leave samples away: a reference brings its own",
                 )
-            return _replayed(program, job.choice.path or reference, str(weights))
+            return _replayed(programs, job.choice.path or reference, str(weights))
         if samples is None:
-            return _synthetic(program, num_samples, seed)
-        return _given(program, samples)
+            return [_synthetic(program, num_samples, seed) for program in programs]
+        return _given(programs, samples, num_samples, seed)
 
-    from tpu2edge.export.prepare import weights_digest
-
-    owner = module.module() if hasattr(module, "graph_signature") else module  # type: ignore[operator]
-    weights = weights_digest(owner)  # type: ignore[arg-type]
+    weights = _weights_of(entries)
     provenance = {
-        "source": {"origin": f"{type(owner).__module__}.{type(owner).__qualname__}"},
+        "source": {"origin": _origin_of(entries)},
         "weights_sha256": weights,
         "options": {"signature_name": signature_name, "num_samples": num_samples},
     }
-    return job.run(traced, data, provenance)
+    several = isinstance(module, Mapping)
+    return job.run(lambda: _trace(entries, dynamic, shapes, several), data, provenance)
 
 
 def export_source(
@@ -299,12 +310,10 @@ def export_source(
         isolate=False,
     )
     refuse_existing(request.output, force=request.force)
-    dynamic = parse_dynamic(request.dynamic)
+    dynamic, shapes = parse_dynamic(request.dynamic), parse_shapes(request.shapes)
     job.check_budgets()
     job.progress("import torch")
     from tpu2edge.export.checkpoints import checkpoint_digest, load_checkpoint
-    from tpu2edge.export.prepare import weights_digest
-    from tpu2edge.export.program import trace_module, trace_program
     from tpu2edge.export.sources import load_source
 
     job.progress("load model")
@@ -319,61 +328,197 @@ def export_source(
         },
     }
     if request.checkpoint is not None:
-        if loaded.module is None:
-            raise OptionError(
-                "--checkpoint goes with a module, not with a saved program",
-                do="leave --checkpoint away: the .pt2 file holds its weights",
-            )
         job.progress("load checkpoint")
-        notes.extend(load_checkpoint(loaded.module, request.checkpoint))
+        owner = _checkpoint_owner(loaded)
+        notes.extend(load_checkpoint(owner, request.checkpoint))
         provenance["checkpoint"] = {
             "name": request.checkpoint.name,
             "sha256": checkpoint_digest(request.checkpoint),
         }
-    owner = loaded.module if loaded.module is not None else loaded.program.module()  # type: ignore[union-attr]
-    provenance["weights_sha256"] = weights_digest(owner)
+    entries: _Entries
+    if loaded.signatures is not None:
+        entries = loaded.signatures
+    elif loaded.program is not None:
+        entries = {request.signature_name: (loaded.program, (), {})}
+    else:
+        entries = {request.signature_name: (loaded.module, loaded.args or (), loaded.kwargs)}
+    provenance["weights_sha256"] = _weights_of(entries)
 
-    def traced() -> TracedProgram:
-        if loaded.program is not None:
-            if dynamic:
-                raise OptionError(
-                    "--dynamic goes with a module, not with a saved program",
-                    do="give dynamic_shapes to torch.export.export before saving",
-                )
-            return trace_program(loaded.program, signature_name=request.signature_name)
-        if loaded.args is None and not loaded.kwargs:
+    def traced() -> list[TracedProgram]:
+        if loaded.module is not None and loaded.args is None and not loaded.kwargs:
             raise DataError(
                 f"'{request.source}' gives no example inputs",
                 do="let its function return (module, args), or define get_args() beside it",
             )
-        assert loaded.module is not None
-        return trace_module(
-            loaded.module,
-            loaded.args or (),
-            loaded.kwargs,
-            dynamic=dynamic,
-            signature_name=request.signature_name,
-        )
+        return _trace(entries, dynamic, shapes, loaded.signatures is not None)
 
-    def data(program: TracedProgram) -> _Data:
+    def data(programs: Sequence[TracedProgram]) -> list[_Data]:
         if job.choice.kind == "given":
             if request.inputs:
                 raise OptionError(
                     "--inputs and a captured --reference were both given",
                     do="leave --inputs away: a reference brings its own samples",
                 )
-            return _replayed(program, job.choice.path, provenance["weights_sha256"])
+            return _replayed(programs, job.choice.path, provenance["weights_sha256"])
         if not request.inputs:
-            return _synthetic(program, request.num_samples, request.seed)
-        from tpu2edge.runtime_check.samples import load_samples
-
-        noted: list[Note] = []
-        found = load_samples(request.inputs, program.signature.inputs, noted.append)
-        files = [{"name": path.name, "sha256": _digest(path)} for path in request.inputs]
-        extra = _dynamic_ends(program, request.seed)
-        return _Data([*found, *extra], {"kind": "files", "files": files}, noted)
+            return [_synthetic(program, request.num_samples, request.seed) for program in programs]
+        return _from_files(programs, request)
 
     return job.run(traced, data, provenance, notes)
+
+
+#: Name of a signature -> module, method of one, or saved program; its args and kwargs.
+_Entries = Mapping[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]
+
+
+def _is_program(target: Any) -> bool:
+    return hasattr(target, "graph_signature")
+
+
+def _trace(
+    entries: _Entries,
+    dynamic: Mapping[str, Mapping[int, Any]] | None,
+    shapes: Mapping[str, Sequence[Sequence[int]]] | None,
+    several: bool,
+) -> list[TracedProgram]:
+    """One traced program a signature: the entries, or the only entry in several shapes."""
+    from tpu2edge.export.methods import module_of
+    from tpu2edge.export.program import trace_module, trace_program
+
+    for name in entries:
+        _refuse_signature_name(name, main=name == next(iter(entries)))
+    if shapes and (several or dynamic):
+        other = "--dynamic" if dynamic else "a mapping of signatures"
+        raise OptionError(
+            f"--shapes does not go with {other}", do="give a signature of its own for each shape"
+        )
+    if not several:
+        ((name, (target, args, kwargs)),) = entries.items()
+        if _is_program(target):
+            if dynamic or shapes:
+                raise OptionError(
+                    "--dynamic and --shapes go with a module, not with a saved program",
+                    do="give dynamic_shapes to torch.export.export before saving",
+                )
+            return [trace_program(target, signature_name=name)]
+        return [
+            trace_module(
+                module_of(target, name),
+                args,
+                kwargs,
+                dynamic=dynamic,
+                shapes=sizes,
+                signature_name=each,
+            )
+            for each, sizes in _named_shapes(name, shapes or {})
+        ]
+    programs: list[TracedProgram] = []
+    for name, (target, args, kwargs) in entries.items():
+        if not args and not kwargs:
+            raise DataError(f"signature '{name}' has no example inputs", do="give (module, args)")
+        module = module_of(target, name)
+        own = {key: axes for key, axes in (dynamic or {}).items() if _takes(module, key)}
+        programs.append(trace_module(module, args, kwargs, dynamic=own, signature_name=name))
+    known = {spec.name for program in programs for spec in program.signature.inputs}
+    if unknown := sorted(set(dynamic or {}) - known):
+        raise OptionError(f"--dynamic names no input {unknown}", do=f"inputs: {sorted(known)}")
+    return programs
+
+
+def _takes(module: torch.nn.Module, input_name: str) -> bool:
+    import inspect
+
+    return input_name.split(".")[0] in inspect.signature(module.forward).parameters
+
+
+_SIGNATURE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def _refuse_signature_name(name: str, *, main: bool) -> None:
+    """A further signature's reference has a folder of its name beside "oracle" and the samples."""
+    if main or (_SIGNATURE_NAME.fullmatch(name) and name != "oracle"):
+        return
+    raise OptionError(
+        f"a signature cannot be called '{name}'",
+        do="use letters, digits, '_', '-' and '.'; 'oracle' is taken",
+    )
+
+
+def _named_shapes(
+    name: str, shapes: Mapping[str, Sequence[Sequence[int]]]
+) -> list[tuple[str, dict[str, tuple[int, ...]]]]:
+    """The name of each signature and the shapes of its inputs."""
+    counts = {key: len(given) for key, given in shapes.items()}
+    if not counts:
+        return [(name, {})]
+    if len(set(counts.values())) > 1 or 0 in counts.values():
+        listed = ", ".join(f"{key}: {count}" for key, count in counts.items())
+        raise OptionError(
+            f"--shapes gives different numbers of shapes ({listed})",
+            do="give every input as many; the k-th shapes of all inputs belong together",
+        )
+    made: list[tuple[str, dict[str, tuple[int, ...]]]] = []
+    for index in range(next(iter(counts.values()))):
+        sizes = {key: tuple(int(s) for s in given[index]) for key, given in shapes.items()}
+        texts = ("x".join(map(str, size)) or "scalar" for size in sizes.values())
+        made.append(("_".join((name, *texts)) if index else name, sizes))
+    twice = [each for each, _ in made if [n for n, _ in made].count(each) > 1]
+    if twice or any(sizes == made[0][1] for _, sizes in made[1:]):
+        raise OptionError("--shapes gives the same shapes twice", do="give each once")
+    return made
+
+
+def _owners(entries: _Entries) -> list[Any]:
+    """The modules (or the program) whose weights the entries use, each once."""
+    from tpu2edge.export.methods import module_of, owner_of
+
+    found: dict[int, Any] = {}
+    for name, (target, _, _) in entries.items():
+        owner = target if _is_program(target) else owner_of(target) or module_of(target, name)
+        found[id(owner)] = owner
+    return list(found.values())
+
+
+def _weights_of(entries: _Entries) -> str:
+    import hashlib
+
+    from tpu2edge.export.prepare import weights_digest
+
+    digests = [
+        weights_digest(owner.module() if _is_program(owner) else owner)
+        for owner in _owners(entries)
+    ]
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("|".join(digests).encode()).hexdigest()
+
+
+def _origin_of(entries: _Entries) -> str:
+    names = []
+    for owner in _owners(entries):
+        kind = type(owner.module() if _is_program(owner) else owner)
+        names.append(f"{kind.__module__}.{kind.__qualname__}")
+    return ", ".join(names)
+
+
+def _checkpoint_owner(loaded: Any) -> torch.nn.Module:
+    """The one module that a checkpoint is for."""
+    if loaded.program is not None:
+        raise OptionError(
+            "--checkpoint goes with a module, not with a saved program",
+            do="leave --checkpoint away: the .pt2 file holds its weights",
+        )
+    if loaded.module is not None:
+        return loaded.module  # type: ignore[no-any-return]
+    owners = _owners(loaded.signatures)
+    if len(owners) != 1:
+        raise OptionError(
+            f"the signatures use {len(owners)} modules, so it is not known which one --checkpoint "
+            "is for",
+            do="make the signatures from methods of one module, or load the weights in the model "
+            "file",
+        )
+    return owners[0]  # type: ignore[no-any-return]
 
 
 def check_parity(
@@ -442,68 +587,81 @@ def check_target(
     A bundle brings its own reference and budgets; a ``.tflite`` needs ``reference``.
     """
     from tpu2edge.runtime_check.budget import Budget, default_budget
-    from tpu2edge.runtime_check.parity import check_model, noise_floor
+    from tpu2edge.runtime_check.parity import check_model
     from tpu2edge.runtime_check.reference import Reference
 
     devices = _devices(request.devices)
     progress("load")
     reports: list[ParityReport] = []
+    # What each signature is held to, and its outputs that depend on no input.
+    checks: list[tuple[_Truth, frozenset[str]]] = []
     if request.target.is_dir():
         bundle = load_bundle(request.target)
         stored = {entry["recipe"]: entry["budget"] for entry in bundle.manifest["models"]}
-        reference = Reference.load(request.reference) if request.reference else bundle.reference()
-        oracle = None if request.reference else bundle.reference("oracle")
-        has_eager = (bundle.path / "reference" / "eager").is_dir() and not request.reference
-        eager = bundle.reference("eager") if has_eager else None
-        constant = frozenset(bundle.manifest.get("constant_outputs", ()))
+        names = bundle.signatures if request.signature is None else (request.signature,)
+        if request.reference:
+            given = Reference.load(request.reference)
+            checks = [(_Truth(given, None), bundle.constant_outputs())]
+        else:
+            checks = [(_truth_of(bundle, name), bundle.constant_outputs(name)) for name in names]
         models: Sequence[EdgeModel] = bundle.models
         budgets = {
             m.recipe: _parse_budget(request.budgets, Budget.from_json(stored[m.recipe]))
             for m in models
         }
+        others = {spec.name for m in models for s in m.signatures for spec in s.outputs}
+        others.update(name for budget in stored.values() for name in budget["outputs"])
     else:
         if request.reference is None:
             raise OptionError(
                 "a .tflite alone has nothing to be compared with",
                 do="give --reference: a reference folder or a bundle",
             )
-        reference = _reference_of(request.reference)
-        oracle, eager, constant = None, None, frozenset()
+        checks = [
+            (_Truth(found, None), frozenset[str]())
+            for found in _references_of(request.reference, request.signature)
+        ]
         models = (_edge_model(request.target),)
         budgets = {
             "float32": _parse_budget(request.budgets, default_budget("float32")),
         }
-    floor = noise_floor(reference, oracle) if eager is not None and oracle is not None else {}
+        others = {spec.name for one, _ in checks for spec in one.reference.signature.outputs}
     with _log_stream(log_path) as log:
         for device in devices:
             for model in models:
-                reports.append(
-                    check_model(
+                for truth, constant in checks:
+                    report = check_model(
                         model,
-                        reference,
+                        truth.reference,
                         budgets[model.recipe],
-                        oracle=oracle,
-                        eager=eager,
+                        oracle=truth.oracle,
+                        eager=truth.eager,
                         conversion=default_budget("float32"),
-                        floor=floor,
+                        floor=truth.floor,
                         device=device,
                         threads=_threads(request.threads),
                         signature=request.signature,
                         constant_outputs=constant,
+                        other_outputs=frozenset(others),
                         log=log,
                         progress=progress,
                     )
-                )
+                    reports.append(report)
     return _merged(reports)
 
 
-def _reference_of(path: Path) -> Reference:
+def _references_of(path: Path, signature: str | None) -> list[Reference]:
+    """All references of a bundle (that of ``signature``), or the one in a folder of its own."""
     from tpu2edge.runtime_check.reference import Reference
 
     inner = path / "reference"
     if inner.is_dir() and (path / "manifest.json").is_file():
-        return load_bundle(path).reference()
-    return Reference.load(path)
+        bundle = load_bundle(path)
+        if signature is not None and len(bundle.signatures) == 1:
+            return [bundle.reference()]  # the file may call it otherwise
+        names = bundle.signatures if signature is None else (signature,)
+        return [bundle.reference(signature=name) for name in names]
+    return [Reference.load(path)]
 
 
 def _edge_model(path: Path) -> EdgeModel:
@@ -528,6 +686,18 @@ class _Data:
     notes: Sequence[Note] = ()
     eager: Mapping[str, Tensors] = field(default_factory=dict)  # outputs known by sample id
     given: Reference | None = None  # a captured reference that brought these samples
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One signature of the file, with what it is held to."""
+
+    program: TracedProgram
+    where: str  # folder of its reference in the bundle
+    truth: _Truth
+
+
+_KEPT = ".float"  # folder beside a reference for the float file's outputs, while a job runs
 
 
 class _Stages:
@@ -578,7 +748,7 @@ class _Job:
         for recipe in self.recipes:
             self._budget(recipe)
 
-    def _budget(self, recipe: str, truth: _Truth | None = None) -> Budget:
+    def _budget(self, recipe: str, truths: Sequence[_Truth] = ()) -> Budget:
         from tpu2edge.runtime_check.budget import (
             UNPROVED_LEAST_DB,
             budget_against_tpu,
@@ -588,10 +758,13 @@ class _Job:
         if self.budget is not None:
             return self.budget  # type: ignore[no-any-return]
         base = default_budget(recipe)
-        if truth is not None and references.is_rounded(truth.reference):
+        rounded = [truth for truth in truths if references.is_rounded(truth.reference)]
+        if rounded:
             # The floor of captured outputs holds their faults, too: what they should be is better.
-            least = UNPROVED_LEAST_DB if truth.is_given and not truth.expected else -math.inf
-            base = budget_against_tpu(recipe, truth.expected or truth.floor, least_db=least)
+            floors = [truth.expected or truth.floor for truth in rounded]
+            unproved = any(truth.is_given and not truth.expected for truth in rounded)
+            least = UNPROVED_LEAST_DB if unproved else -math.inf
+            base = budget_against_tpu(recipe, floors, least_db=least)
         return _parse_budget(self.budgets, base)
 
     def _say(self, notes: Sequence[Note]) -> None:
@@ -620,14 +793,20 @@ class _Job:
             _warnings_to(log),
         ):
             self.progress("trace")
-            program: TracedProgram = traced()
-            self._say(program.notes)
-            samples: _Data = data(program)
-            self._say(samples.notes)
-            truth = self._references(folder, program, samples, provenance, log)
-            base, nodes = self._lower(folder, program, log)
-            report, models = self._family(folder, program, base, nodes, truth, log)
-            self._write(folder, program, report, models, nodes, provenance, started)
+            programs: list[TracedProgram] = traced()
+            for program in programs:
+                self._say(program.notes)
+            parts: list[_Part] = []
+            for program, samples in zip(programs, data(programs), strict=True):
+                self._say(samples.notes)
+                where = "reference" if not parts else f"reference/{program.signature.name}"
+                truth = self._references(folder / where, program, samples, provenance, log)
+                parts.append(_Part(program, where, truth))
+            _release_memory()
+            base, lowered = self._lower(folder, programs, log)
+            _release_memory()
+            report, models = self._family(folder, parts, base, lowered, log)
+            self._write(folder, parts, report, models, lowered.nodes, provenance, started)
             if self.log_path is not None:
                 log.flush()
                 shutil.copyfile(self.log_path, folder / "log.txt")
@@ -638,7 +817,7 @@ class _Job:
 
     def _references(
         self,
-        folder: Path,
+        where: Path,
         program: TracedProgram,
         data: _Data,
         provenance: Mapping[str, Any],
@@ -650,7 +829,6 @@ class _Job:
         if not data.samples:
             raise DataError("there is no sample to check with", do="give --inputs with samples")
         main = self._main_outputs(program, data, log)
-        where = folder / "reference"
         common: dict[str, Any] = {
             "data": data.source,
             "weights_sha256": provenance.get("weights_sha256"),
@@ -688,7 +866,7 @@ class _Job:
         truth = _Truth(closed.get("main", closed["eager"]), closed["oracle"])
         if main is not None:
             truth.eager = closed["eager"]
-            truth.floor = noise_floor(truth.reference, truth.oracle)
+            truth.floor = noise_floor(truth.reference, closed["oracle"])
             if data.given is not None:
                 truth.is_given = True
                 truth.proof = self._prove(program, data, truth, log)
@@ -733,7 +911,7 @@ class _Job:
         log: IO[bytes],
         twin: bool = False,
     ) -> references.Predicted:
-        wanted = (program.program, program.signature, samples, choice)
+        wanted = (program.tapped, program.tapped_signature, samples, choice)
         if self.isolate:
             return references.predict_isolated(*wanted, twin=twin, log=log, progress=self.progress)
         return references.predict_outputs(*wanted, twin=twin, progress=self.progress)
@@ -745,7 +923,7 @@ class _Job:
         from tpu2edge.runtime_check.parity import noise_floor
 
         reference, eager = truth.reference, truth.eager
-        assert eager is not None
+        assert eager is not None and truth.oracle is not None  # noqa: PT018
         precision = references.precision_of_label(reference.precision)
         if reference.provider.startswith("tpu-emulated"):
             return []
@@ -775,39 +953,32 @@ class _Job:
         return references.prove_reference(reference, predicted.outputs, label, twin=predicted.twin)
 
     def _lower(
-        self, folder: Path, program: TracedProgram, log: IO[bytes]
-    ) -> tuple[Path, dict[str, Any]]:
+        self, folder: Path, programs: Sequence[TracedProgram], log: IO[bytes]
+    ) -> tuple[Path, Lowered]:
         from tpu2edge.export.lower import Loweree, lower_isolated, lower_programs
 
         base = folder / "model.float32.tflite"
-        loweree = Loweree(program.program, program.signature)
+        lowerees = [Loweree(program.program, program.signature) for program in programs]
         if self.isolate:
-            lowered = lower_isolated([loweree], base, log=log, progress=self.progress)
+            lowered = lower_isolated(lowerees, base, log=log, progress=self.progress)
         else:
-            lowered = lower_programs([loweree], base, progress=self.progress)
+            lowered = lower_programs(lowerees, base, progress=self.progress)
         self._say(lowered.notes)
-        return base, dict(lowered.nodes)
+        return base, lowered
 
     def _family(
         self,
         folder: Path,
-        program: TracedProgram,
+        parts: Sequence[_Part],
         base: Path,
-        nodes: Mapping[str, Any],
-        truth: _Truth,
+        lowered: Lowered,
         log: IO[bytes],
     ) -> tuple[ParityReport, list[tuple[EdgeModel, Budget]]]:
         from tpu2edge.quantize.apply import quantize_file
-        from tpu2edge.runtime_check.budget import default_budget
-        from tpu2edge.runtime_check.parity import check_model
-        from tpu2edge.runtime_check.reference import Reference
 
         reports: list[ParityReport] = []
         models: list[tuple[EdgeModel, Budget]] = []
         quantized = [name for name in self.recipes if name != "float32"]
-        # The float file's own outputs tell conversion from quantization.
-        keep = folder / "reference" / ".float" if quantized else None
-        float_outputs: Reference | None = None
         for recipe in dict.fromkeys(("float32", *quantized)):
             file = base
             if recipe != "float32":
@@ -815,44 +986,104 @@ class _Job:
                 self.progress(f"quantize {recipe}")
                 quantize_file(base, file, recipe, log=log)
                 _refuse_unchanged(base, file, recipe)
-            model = _tested_model(file, program.signature, recipe)
-            budget = self._budget(recipe, truth)
+            model = _tested_model(file, [part.program.signature for part in parts], recipe)
+            budget = self._budget(recipe, [part.truth for part in parts])
             for device in self.devices:
-                report = check_model(
-                    model,
-                    truth.reference,
-                    budget,
-                    oracle=truth.oracle,
-                    eager=truth.eager,
-                    conversion=default_budget("float32"),
-                    floor=truth.floor,
-                    float_outputs=float_outputs,
-                    device=device,
-                    threads=self.threads,
-                    constant_outputs=program.constant_outputs,
-                    keep=keep if recipe == "float32" else None,
-                    log=log,
-                    progress=self.progress,
-                )
-                if recipe == "float32" and device == "host":
-                    _refuse_unrunnable(report, file, nodes)
-                if recipe in self.recipes:
-                    reports.append(report)
-            if keep is not None and float_outputs is None and (keep / "manifest.json").is_file():
-                float_outputs = Reference.load(keep, verify=False)
+                for part in parts:
+                    report = self._check(folder, model, budget, device, part, parts, log)
+                    if recipe == "float32" and device == "host":
+                        _refuse_unrunnable(report, file, lowered.nodes)
+                    if device == "host":
+                        cases = self._check_taps(model, budget, part, lowered, log)
+                        report = replace(report, cases=(*report.cases, *cases))
+                    if recipe in self.recipes:
+                        reports.append(report)
             if recipe in self.recipes:
                 models.append((model, budget))
-        if keep is not None:
-            shutil.rmtree(keep, ignore_errors=True)
+        for part in parts:
+            shutil.rmtree(folder / part.where / _KEPT, ignore_errors=True)
         if "float32" not in self.recipes:
             base.unlink()
         merged = _merged(reports)
-        return replace(merged, cases=(*truth.proof, *merged.cases)), models
+        proofs = [case for part in parts for case in part.truth.proof]
+        return replace(merged, cases=(*proofs, *merged.cases)), models
+
+    def _check(
+        self,
+        folder: Path,
+        model: EdgeModel,
+        budget: Budget,
+        device: str,
+        part: _Part,
+        parts: Sequence[_Part],
+        log: IO[bytes],
+    ) -> ParityReport:
+        """One file on one device with one signature's samples."""
+        from tpu2edge.runtime_check.budget import default_budget
+        from tpu2edge.runtime_check.parity import check_model
+        from tpu2edge.runtime_check.reference import Reference
+
+        # The float file's own outputs tell conversion from quantization.
+        kept = folder / part.where / _KEPT
+        is_float = model.recipe == "float32"
+        keep = is_float and any(recipe != "float32" for recipe in self.recipes)
+        known = not is_float and (kept / "manifest.json").is_file()
+        return check_model(
+            model,
+            part.truth.reference,
+            budget,
+            oracle=part.truth.oracle,
+            eager=part.truth.eager,
+            conversion=default_budget("float32"),
+            floor=part.truth.floor,
+            float_outputs=Reference.load(kept, verify=False) if known else None,
+            device=device,
+            threads=self.threads,
+            constant_outputs=part.program.constant_outputs,
+            other_outputs=frozenset(
+                name
+                for other in parts
+                for name in (
+                    *(spec.name for spec in other.program.signature.outputs),
+                    *other.program.taps,
+                )
+            ),
+            keep=kept if keep else None,
+            log=log,
+            progress=self.progress,
+        )
+
+    def _check_taps(
+        self,
+        model: EdgeModel,
+        budget: Budget,
+        part: _Part,
+        lowered: Lowered,
+        log: IO[bytes],
+    ) -> tuple[CaseReport, ...]:
+        """The values before a final softmax or sigmoid, where the file still has them."""
+        from tpu2edge.runtime_check.budget import default_budget
+        from tpu2edge.runtime_check.parity import check_taps
+
+        if not part.program.taps:
+            return ()
+        return check_taps(
+            model,
+            part.truth.reference,
+            _taps_in(model.path, part.program, lowered.origins),
+            budget,
+            oracle=part.truth.oracle,
+            eager=part.truth.eager,
+            conversion=default_budget("float32"),
+            floor=part.truth.floor,
+            threads=self.threads,
+            log=log,
+        )
 
     def _write(
         self,
         folder: Path,
-        program: TracedProgram,
+        parts: Sequence[_Part],
         report: ParityReport,
         models: Sequence[tuple[EdgeModel, Budget]],
         nodes: Mapping[str, Any],
@@ -868,14 +1099,24 @@ class _Job:
             tensors = [t.name for graph in read_tflite(model.path).subgraphs for t in graph.tensors]
             layers.update(bundles.layers_of_tensors(tensors, nodes))
         write_atomically(folder / "layers.json", canonical_json(layers))
+        _write_state(folder / "state.npz", [part.program for part in parts])
         self.progress.end()
         bundles.write_manifest(
             folder,
             {
                 **provenance,
                 "verdict": str(report.verdict),
-                "signature": program.signature.to_json(),
-                "constant_outputs": sorted(program.constant_outputs),
+                "signature": parts[0].program.signature.to_json(),
+                "constant_outputs": sorted(parts[0].program.constant_outputs),
+                "signatures": [
+                    {
+                        "signature": part.program.signature.to_json(),
+                        "reference": part.where,
+                        "constant_outputs": sorted(part.program.constant_outputs),
+                        "state": dict(part.program.state),
+                    }
+                    for part in parts
+                ],
                 "models": [
                     {
                         "recipe": model.recipe,
@@ -906,12 +1147,25 @@ class _Truth:
     """What the files are compared with; ``eager`` is None when it is the reference itself."""
 
     reference: Reference
-    oracle: Reference
+    oracle: Reference | None
     eager: Reference | None = None
     floor: dict[str, OutputMetrics] = field(default_factory=dict)
     is_given: bool = False  # captured elsewhere, not predicted here
     expected: dict[str, OutputMetrics] = field(default_factory=dict)  # the floor it should have
     proof: list[CaseReport] = field(default_factory=list)
+
+
+def _truth_of(bundle: Bundle, signature: str) -> _Truth:
+    """What a bundle's own signature was held to when it was made."""
+    from tpu2edge.runtime_check.parity import noise_floor
+
+    reference = bundle.reference(signature=signature)
+    truth = _Truth(reference, bundle.reference("oracle", signature=signature))
+    if (reference.path / "eager").is_dir():
+        assert truth.oracle is not None
+        truth.eager = bundle.reference("eager", signature=signature)
+        truth.floor = noise_floor(reference, truth.oracle)
+    return truth
 
 
 class _LazyOutputs(Sequence[Any]):
@@ -952,10 +1206,19 @@ def _writer(
     )
 
 
-def _tested_model(file: Path, signature: Signature, recipe: str) -> EdgeModel:
+def _write_state(file: Path, programs: Sequence[TracedProgram]) -> None:
+    """The values that an app starts from; signatures that share a buffer share its value."""
+    import numpy as np
+
+    values: dict[str, Any] = {name: p.example[name] for p in programs for name in p.state}
+    if values:
+        np.savez(file, **values)
+
+
+def _tested_model(file: Path, signatures: Sequence[Signature], recipe: str) -> EdgeModel:
     return EdgeModel(
         path=file,
-        signatures=(signature,),
+        signatures=tuple(signatures),
         recipe=recipe,
         sha256=sha256_of(file),
         size_bytes=file.stat().st_size,
@@ -965,6 +1228,41 @@ def _tested_model(file: Path, signature: Signature, recipe: str) -> EdgeModel:
 _NO_KERNEL = re.compile(r"[Dd]idn't find op for builtin opcode '(?P<op>\w+)'")
 _NODE_FAILED = re.compile(r"Node number (?P<node>\d+) \((?P<op>\w+)\) failed to (?P<what>\w+)")
 _CUSTOM = re.compile(r"Encountered unresolved custom op: (?P<op>[\w.]+)")
+
+
+def _taps_in(file: Path, program: TracedProgram, origins: Mapping[str, str]) -> list[Tap]:
+    """The file's tensors that hold the values before final activations.
+
+    A tensor is called after the nodes that it was fused from; the last name of the last node that
+    an exported one was decomposed to holds its result.
+    """
+    from tpu2edge.flatbuffer import before_squashing, read_tflite
+    from tpu2edge.runtime_check.devices.client import Tap
+
+    read = read_tflite(file)
+    entry = next((e for e in read.signatures if e.name == program.signature.name), None)
+    if entry is None:
+        return []
+    graph = read.subgraphs[entry.subgraph]
+    made = {index for operator in graph.operators for index in operator.outputs}
+    squashed = before_squashing(read)
+    found: list[Tap] = []
+    for output, name, node in zip(
+        program.tapped_outputs, program.taps, program.tap_nodes, strict=True
+    ):
+        endings = [f"/{label};" for label, origin in origins.items() if origin == node]
+        index = next(
+            (
+                tensor.index
+                for ending in reversed(endings)
+                for tensor in graph.tensors
+                if tensor.index in made and tensor.name.endswith(ending)
+            ),
+            squashed.get((entry.name, output)),
+        )
+        if index is not None:
+            found.append(Tap(name, index, entry.name))
+    return found
 
 
 def _refuse_unrunnable(report: ParityReport, file: Path, nodes: Mapping[str, Any]) -> None:
@@ -1049,16 +1347,17 @@ def _synthetic(program: TracedProgram, count: int, seed: int) -> _Data:
     usable: list[Sample] = []
     notes: list[Note] = []
     eager: dict[str, Tensors] = {}
+    chain = _Chain(program)
     for sample in made:
         try:
-            eager[sample.id] = program.eager(sample.inputs)
+            called, eager[sample.id] = chain.call(sample)
         except Tpu2EdgeError:
             if sample.id == "example":
                 raise
             text = f"synthetic sample '{sample.id}' is one that the module cannot take: left out"
             notes.append(Note(code="sample-left-out", text=text))
         else:
-            usable.append(sample)
+            usable.append(called)
     usable.extend(_dynamic_ends(program, seed))
     notes.append(
         Note(
@@ -1092,52 +1391,204 @@ def _dynamic_ends(program: TracedProgram, seed: int) -> list[Sample]:
         made = synthetic_samples(
             program.example, program.signature.inputs, count=2, seed=seed, sizes=sizes
         )
-        samples.append(Sample(id=f"{label}-size", inputs=made[-1].inputs))
+        initial = {name: program.example[name] for name in program.state}
+        samples.append(Sample(id=f"{label}-size", inputs={**made[-1].inputs, **initial}))
     return samples
 
 
+class _Chain:
+    """Calls of the eager module one after the other, each with the state that the last one left.
+
+    So the samples of a stateful program have states that really occur. Without state it is eager.
+    """
+
+    def __init__(self, program: TracedProgram) -> None:
+        self._program = program
+        self._initial = {name: program.example[name] for name in program.state}
+        self._state: Tensors = self._initial
+
+    def call(self, sample: Sample, *, own: bool = False) -> tuple[Sample, Tensors]:
+        """The sample with its state, unless it brings its ``own``, and the outputs."""
+        program = self._program
+        if not program.state:
+            return sample, program.eager(sample.inputs)
+        outputs: Tensors
+        if own:
+            outputs = program.eager(sample.inputs)
+        else:
+            sample, outputs = self._with_state(sample)
+        self._state = {
+            name: outputs[name].astype(value.dtype) for name, value in self._initial.items()
+        }
+        return sample, outputs
+
+    def _with_state(self, sample: Sample) -> tuple[Sample, Tensors]:
+        called = Sample(id=sample.id, inputs={**sample.inputs, **self._state})
+        try:
+            return called, self._program.eager(called.inputs)
+        except Tpu2EdgeError:  # a cache that is full, say: from the beginning again
+            called = Sample(id=sample.id, inputs={**sample.inputs, **self._initial})
+            return called, self._program.eager(called.inputs)
+
+
+def _chained(program: TracedProgram, data: _Data) -> _Data:
+    """``data`` with a state in each sample of a stateful program: the one the sample before left."""
+    if not program.state:
+        return data
+    chain = _Chain(program)
+    samples: list[Sample] = []
+    eager: dict[str, Tensors] = {}
+    for sample in data.samples:
+        own = all(name in sample.inputs for name in program.state)
+        called, eager[sample.id] = chain.call(sample, own=own)
+        samples.append(called)
+    return _Data(samples, data.source, data.notes, eager)
+
+
 def _replayed(
-    program: TracedProgram, source: Reference | Path | str | None, weights_sha256: str
-) -> _Data:
-    """The samples of a captured reference, which has to fit the program and its weights."""
+    programs: Sequence[TracedProgram], source: Reference | Path | str | None, weights_sha256: str
+) -> list[_Data]:
+    """The samples of captured references, which have to fit the programs and their weights."""
     from tpu2edge.runtime_check.reference import Reference
 
     assert source is not None
-    reference = source if isinstance(source, Reference) else _reference_of(Path(source))
-    samples, notes = references.replay(reference, program.signature, weights_sha256)
-    return _Data(samples, reference.data, notes, given=reference)
+    found = [source] if isinstance(source, Reference) else list(_references_of(Path(source), None))
+    known = {reference.signature.name: reference for reference in found}
+    data: list[_Data] = []
+    for program in programs:
+        reference = known.get(program.signature.name)
+        if reference is None and len(programs) == len(found) == 1:
+            reference = found[0]  # captured under another name
+        if reference is None:
+            raise DataError(
+                f"the reference has no samples for the signature '{program.signature.name}'",
+                do=f"it has {sorted(known)}",
+            )
+        samples, notes = references.replay(reference, program.signature, weights_sha256)
+        data.append(_Data(samples, reference.data, notes, given=reference))
+    return data
 
 
 def _choice(reference: Reference | Path | str) -> references.ReferenceChoice:
-    if not isinstance(reference, (Path, str)):
-        return references.ReferenceChoice(kind="given")
-    return references.ReferenceChoice.parse(reference)
+    if isinstance(reference, (str, Path)):
+        return references.ReferenceChoice.parse(reference)
+    return references.ReferenceChoice(kind="given")
 
 
-def _given(program: TracedProgram, samples: Sequence[Any]) -> _Data:
-    import numpy as np
-
-    made: list[Sample] = []
+def _given(
+    programs: Sequence[TracedProgram], samples: Sequence[Any], num_samples: int, seed: int
+) -> list[_Data]:
+    """The caller's samples; with several signatures each goes to those that it fits."""
+    found: list[list[Sample]] = [[] for _ in programs]
     for index, item in enumerate(samples):
         identity = item.id if isinstance(item, Sample) else f"sample-{index}"
         tensors = item.inputs if isinstance(item, Sample) else item
-        unknown = set(tensors) - {spec.name for spec in program.signature.inputs}
-        missing = [s.name for s in program.signature.inputs if s.name not in tensors]
-        if unknown or missing:
-            raise DataError(
-                f"sample '{identity}' has the inputs {sorted(tensors)}",
-                do=f"give {[s.name for s in program.signature.inputs]}",
-            )
-        made.append(
-            Sample(
-                id=identity,
-                inputs={
-                    spec.name: _edge_array(np.asarray(_host(tensors[spec.name])), spec, identity)
-                    for spec in program.signature.inputs
-                },
-            )
+        refused: DataError | None = None
+        fits = False
+        for program, mine in zip(programs, found, strict=True):
+            try:
+                mine.append(_given_sample(program, identity, tensors))
+            except DataError as error:
+                refused = refused or error
+            else:
+                fits = True
+        if refused is not None and not fits:
+            raise refused
+    source = {"kind": "given"}
+    return [
+        _or_synthetic(
+            program,
+            _chained(program, _Data(mine, {**source, "count": len(mine)})),
+            num_samples,
+            seed,
         )
-    return _Data(made, {"kind": "given", "count": len(made)})
+        for program, mine in zip(programs, found, strict=True)
+    ]
+
+
+def _or_synthetic(program: TracedProgram, data: _Data, num_samples: int, seed: int) -> _Data:
+    """``data``, or synthetic samples for a signature of several that none of the samples fits."""
+    if data.samples:
+        return data
+    made = _synthetic(program, num_samples, seed)
+    text = f"signature '{program.signature.name}': none of the samples fits its inputs"
+    return _Data(
+        made.samples, made.source, [Note(code="no-samples", text=text), *made.notes], made.eager
+    )
+
+
+def _from_files(programs: Sequence[TracedProgram], request: ExportRequest) -> list[_Data]:
+    """The samples in files; with several signatures each file goes to those that it fits."""
+    digests = {path: {"name": path.name, "sha256": _digest(path)} for path in request.inputs}
+    if len(programs) == 1:
+        fitting = [list(request.inputs)]
+    else:
+        fitting = [[] for _ in programs]
+        for path in request.inputs:
+            refused: DataError | None = None
+            for program, mine in zip(programs, fitting, strict=True):
+                try:
+                    _loaded([path], program, lambda note: None)
+                except DataError as error:
+                    refused = refused or error
+                else:
+                    mine.append(path)
+            if refused is not None and not any(path in mine for mine in fitting):
+                raise refused
+    result: list[_Data] = []
+    for program, mine in zip(programs, fitting, strict=True):
+        if not mine:
+            empty = _Data([], {"kind": "files", "files": []})
+            result.append(_or_synthetic(program, empty, request.num_samples, request.seed))
+            continue
+        noted: list[Note] = []
+        loaded = _loaded(mine, program, noted.append)
+        extra = _dynamic_ends(program, request.seed)
+        source = {"kind": "files", "files": [digests[path] for path in mine]}
+        result.append(_chained(program, _Data([*loaded, *extra], source, noted)))
+    return result
+
+
+def _loaded(paths: Sequence[Path], program: TracedProgram, on_note: NoteSink) -> Sequence[Sample]:
+    """The samples in files; those of a stateful program may leave the state out."""
+    from tpu2edge.runtime_check.samples import load_samples
+
+    inputs = program.signature.inputs
+    if program.state:
+        own = [spec for spec in inputs if spec.name not in program.state]
+        with contextlib.suppress(DataError):
+            return load_samples(paths, own, on_note)
+    return load_samples(paths, inputs, on_note)
+
+
+def _given_sample(program: TracedProgram, identity: str, tensors: Mapping[str, Any]) -> Sample:
+    unknown = set(tensors) - {spec.name for spec in program.signature.inputs}
+    specs = _given_specs(program, tensors)
+    missing = [spec.name for spec in specs if spec.name not in tensors]
+    if unknown or missing:
+        raise DataError(
+            f"sample '{identity}' has the inputs {sorted(tensors)}",
+            do=f"give {[spec.name for spec in specs]}",
+        )
+    return Sample(
+        id=identity,
+        inputs={
+            spec.name: _edge_array(_array(_host(tensors[spec.name])), spec, identity)
+            for spec in specs
+        },
+    )
+
+
+def _given_specs(program: TracedProgram, names: Iterable[str]) -> list[TensorSpec]:
+    """The inputs that samples with these names should have: the state may be left out as a whole."""
+    stateful = any(name in program.state for name in names)
+    return [s for s in program.signature.inputs if stateful or s.name not in program.state]
+
+
+def _array(value: Any) -> Any:
+    import numpy as np
+
+    return np.asarray(value)
 
 
 def _host(value: Any) -> Any:
@@ -1238,6 +1689,35 @@ def parse_dynamic(texts: Sequence[str]) -> dict[str, dict[int, Dim]]:
     return result
 
 
+_SHAPES = re.compile(r"^(?P<name>[^=]+)=(?P<shapes>(\d+(x\d+)*)(,\d+(x\d+)*)*)$")
+
+
+def parse_shapes(texts: Sequence[str]) -> dict[str, list[tuple[int, ...]]]:
+    """``x=1x3x8x8,4x3x8x8`` as ``{"x": [(1, 3, 8, 8), (4, 3, 8, 8)]}``.
+
+    Raises:
+        OptionError: a text of another form, a size of 0, or an input given twice.
+    """
+    result: dict[str, list[tuple[int, ...]]] = {}
+    for text in texts:
+        match = _SHAPES.match(text.strip())
+        if match is None:
+            raise OptionError(
+                f"--shapes '{text}' has another form",
+                do="write NAME=SHAPE,SHAPE…, e.g. x=1x3x224x224,8x3x224x224",
+            )
+        if match["name"] in result:
+            raise OptionError(
+                f"--shapes gives input '{match['name']}' twice",
+                do="list all its shapes in one --shapes, with commas",
+            )
+        shapes = [tuple(map(int, shape.split("x"))) for shape in match["shapes"].split(",")]
+        if any(0 in shape for shape in shapes):
+            raise OptionError(f"--shapes '{text}' has a size of 0", do="give sizes from 1 on")
+        result[match["name"]] = shapes
+    return result
+
+
 # ------------------------------------------------------------------------------------------ small
 
 
@@ -1246,6 +1726,13 @@ def _merged(reports: Sequence[ParityReport]) -> ParityReport:
     for report in reports[1:]:
         merged = merged.merged(report)
     return merged
+
+
+def _release_memory() -> None:
+    """Hand freed memory back to the system, for glibc keeps it: the next stage starts lower."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _digest(path: Path) -> str | None:

@@ -303,6 +303,7 @@ def test_export_hands_every_option_on(exported: dict[str, Any], tmp_path: Path) 
         "seed": 7,
         "force": True,
         "reference": "tpu-emulated:v6e@high",
+        "shapes": (),
     }
 
 
@@ -323,6 +324,7 @@ def test_export_has_the_documented_defaults(exported: dict[str, Any]) -> None:
         "seed": 0,
         "force": False,
         "reference": None,
+        "shapes": (),
     }
 
 

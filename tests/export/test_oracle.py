@@ -52,6 +52,27 @@ def test_samples_in_step_get_the_outputs_that_each_gets_alone(
             assert np.allclose(one[name], wanted[name].detach().numpy(), rtol=1e-12, atol=1e-12)
 
 
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.scaled_dot_product_attention(x, x, x)
+        return self.layer(nn.functional.dropout(y, training=self.training))
+
+
+def test_attention_and_dropout_that_is_off_go_in_step() -> None:
+    given = [
+        {"x": np.full((1, 4, 8), i, np.float32) + np.eye(4, 8, dtype=np.float32)} for i in (1, 2)
+    ]
+    traced = trace_module(Attending().eval(), (torch.from_numpy(given[0]["x"]),))
+    assert traced._oracle._step > 1
+    for one, other in zip([traced.oracle(s) for s in given], traced.oracles(given), strict=True):
+        (name,) = one
+        assert np.array_equal(one[name], other[name])
+
+
 class Drawing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.rand_like(x)

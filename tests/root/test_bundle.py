@@ -60,6 +60,7 @@ def fill(folder: Path, content: bytes = b"the model") -> Path:
     bundles.write_manifest(
         folder,
         {
+            "signature": SIGNATURE.to_json(),
             "models": [
                 {
                     "recipe": "float32",

@@ -541,9 +541,9 @@ def test_weights_that_differ_below_the_tpus_noise_are_found_by_the_first_compari
         )
         (proof,) = prove_reference(reference, near, "this CPU", twin=twin)
         floor = noise_floor(reference, oracle, outputs=near)
-        (bound,) = budget_against_tpu("float32", floor).outputs["logits"]
+        (bound,) = budget_against_tpu("float32", [floor]).outputs["logits"]
         (alone,) = budget_against_tpu(
-            "float32", noise_floor(reference, oracle), least_db=UNPROVED_LEAST_DB
+            "float32", [noise_floor(reference, oracle)], least_db=UNPROVED_LEAST_DB
         ).outputs["logits"]
         device = min(sqnr_db(reference.outputs(i)["logits"], eager[i]) for i in range(len(samples)))
         assert proof.metrics is not None

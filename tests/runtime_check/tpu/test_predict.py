@@ -21,8 +21,9 @@ Sqnr = Callable[[np.ndarray, np.ndarray], float]
 class SmallVision(nn.Module):
     """Convolutions (one depthwise), attention and a head: each kind of matmul once."""
 
-    def __init__(self) -> None:
+    def __init__(self, top: bool = True) -> None:
         super().__init__()
+        self.top = top
         self.patch = nn.Conv2d(3, 32, 4, 4)
         self.depthwise = nn.Conv2d(32, 32, 3, padding=1, groups=32)
         self.qkv = nn.Linear(32, 96)
@@ -33,12 +34,12 @@ class SmallVision(nn.Module):
         q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
         x = x + nn.functional.scaled_dot_product_attention(q, k, v)[:, 0]
         logits = self.head(x.mean(1))
-        return {"logits": logits, "top": logits.argmax(-1)}
+        return {"logits": logits, "top": logits.argmax(-1)} if self.top else {"logits": logits}
 
 
-def lowered(batch: int) -> tuple[StableHlo, nn.Module, torch.Tensor]:
+def lowered(batch: int, top: bool = True) -> tuple[StableHlo, nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    model, image = SmallVision().eval(), torch.randn(batch, 3, 16, 16)
+    model, image = SmallVision(top).eval(), torch.randn(batch, 3, 16, 16)
     return stablehlo_from_program(torch.export.export(model, (image,))), model, image
 
 
@@ -46,7 +47,8 @@ def lowered(batch: int) -> tuple[StableHlo, nn.Module, torch.Tensor]:
 def test_the_plan_agrees_with_the_compilers_own_graph_run_on_the_cpu(
     batch: int, generation: str, libtpu: str, sqnr_db: Sqnr
 ) -> None:
-    program, model, image = lowered(batch)
+    # Without the int64 output: the TPU compiler splits those by custom calls the CPU has not.
+    program, model, image = lowered(batch, top=False)
     with torch.no_grad():
         eager = model(image)["logits"].numpy()
     sample = {"image": image.numpy()}
