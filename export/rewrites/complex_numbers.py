@@ -297,7 +297,7 @@ def _view_as_real(_: Const, z: Any) -> Any:
 
 
 def _complex(_: Const, re: Tensor, im: Tensor) -> Any:
-    re, im = torch.broadcast_tensors(re, im)  # type: ignore[no-untyped-call]
+    re, im = torch.broadcast_tensors(re, im)
     return Pair(re, im)
 
 
