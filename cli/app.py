@@ -21,6 +21,8 @@ import typer
 from typer.main import get_command
 
 import tpu2edge
+from tpu2edge.cli import reference
+from tpu2edge.cli.capture import capture
 from tpu2edge.cli.check import check
 from tpu2edge.cli.doctor import doctor
 from tpu2edge.cli.export import export
@@ -40,8 +42,9 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: rich would cost a third of the time it takes
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for command in (export, check, inspect, doctor):
+for command in (export, check, capture, inspect, doctor):
     app.command()(command)
+app.add_typer(reference.app, name="reference")
 
 
 def _print_version(wanted: bool) -> None:
@@ -67,6 +70,7 @@ def _root(
       tpu2edge export model.py -o out
       tpu2edge export package.module:get_model --checkpoint step-1000/ --inputs samples.npz -o out
       tpu2edge check out
+      tpu2edge capture model.py --device tpu -o ref
       tpu2edge inspect out/model.float32.tflite
 
     \b

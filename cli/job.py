@@ -108,8 +108,34 @@ def run_check(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
     return {"report": report.to_json(), "exit_code": exit_code_of(report.verdict)}
 
 
+def run_capture(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
+    """The work of ``tpu2edge capture``."""
+    from tpu2edge.capturing import CaptureRequest, capture_source, describe_reference
+
+    made = capture_source(
+        CaptureRequest.from_json(request), progress=context.progress, on_note=context.note
+    )
+    return {"reference": describe_reference(made.path), "exit_code": 0}
+
+
+def run_survey(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
+    """The work of ``tpu2edge doctor --tpu``."""
+    from tpu2edge.surveying import SurveyRequest, survey_source
+
+    found = survey_source(
+        SurveyRequest.from_json(request), progress=context.progress, on_note=context.note
+    )
+    every = all(one["compiles"] for one in found["topologies"])
+    return {"survey": found, "exit_code": 0 if every else 3}
+
+
 #: Known jobs; another one is named as ``package.module:function``.
-JOBS: dict[str, Job] = {"export": run_export, "check": run_check}
+JOBS: dict[str, Job] = {
+    "export": run_export,
+    "check": run_check,
+    "capture": run_capture,
+    "survey": run_survey,
+}
 
 
 def _job(name: str) -> Job:

@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 __all__ = [
     "ParityRow",
     "model_json",
+    "print_capture",
     "print_check",
     "print_diagnosis",
     "print_export",
     "print_json",
     "print_model",
     "print_parity",
+    "print_reference",
+    "print_survey",
     "rows_of",
     "size_text",
 ]
@@ -142,6 +145,84 @@ def print_check(outcome: Outcome, target: Path, *, as_json: bool, quiet: bool) -
     print_parity(report, sizes=sizes, table=not quiet)
     word = "success" if outcome.exit_code == 0 else _word(outcome.exit_code)
     print(f"check {word} {outcome.seconds:.1f}s, {len(rows_of(report))} outputs of '{target}'")
+
+
+def print_capture(outcome: Outcome, output: Path, *, as_json: bool, quiet: bool) -> None:
+    """What was captured, and what to do with it next."""
+    found = outcome.result["reference"]
+    if as_json:
+        notes = [{"code": note.code, "text": note.text} for note in outcome.notes]
+        print_json({"exit_code": 0, "seconds": round(outcome.seconds, 3), "notes": notes} | found)
+        return
+    if not quiet:
+        print_reference(found, as_json=False)
+    print(f"capture success {outcome.seconds:.1f}s, saved as '{output}'")
+    if not quiet:
+        print(f"next: tpu2edge export MODEL --reference {_quoted(output)} -o out")
+
+
+def print_reference(found: Mapping[str, Any], *, as_json: bool) -> None:
+    """Who computed a reference, in which precision, from which weights, on what samples."""
+    if as_json:
+        print_json(found)
+        return
+    extra = found["extra"]
+    print(f"{found['path']}: {found['words']}")
+    for word in ("inputs", "outputs"):
+        for text in found[word]:
+            print(f"    {word[:-1]:6} {text}")
+    rows = {
+        "device": extra.get("device_kind") or extra.get("topology"),
+        "mode": extra.get("mode"),
+        "excess precision": extra.get("excess_precision"),
+        "versions": ", ".join(f"{n} {v}" for n, v in (extra.get("versions") or {}).items()),
+        "not modelled": "; ".join(extra.get("not_modelled") or ()),
+        "weights": found["weights_sha256"] or "not known: proved by the numbers alone",
+    }
+    for name, value in rows.items():
+        if value is not None and value != "":
+            print(f"    {name}: {value}")
+
+
+def print_survey(outcome: Outcome, *, as_json: bool) -> None:
+    """What each TPU generation makes of a model, and which ones compute alike."""
+    from rich.text import Text
+
+    found = outcome.result["survey"]
+    if as_json:
+        print_json({"exit_code": outcome.exit_code} | found)
+        return
+    print(
+        f"{found['model']} at precision '{found['precision']}', lowered by {found['route']}, "
+        f"compiled by libtpu {found['libtpu'] or '–'}"
+    )
+    drawn = _table("TPU", "compiles", "matmuls", ">flops", ">HBM", ">compile")
+    for one in found["topologies"]:
+        counts = ", ".join(f"{n} {mode}" for mode, n in (one.get("matmuls") or {}).items())
+        memory = one.get("memory")
+        drawn.add_row(
+            one["generation"],
+            Text("yes", style="green") if one["compiles"] else Text("no", style="red"),
+            counts or ("none" if one["compiles"] and not one["reason"] else "–"),
+            f"{one['flops']:.3g}" if one["compiles"] else "–",
+            size_text(sum(memory.values())) if memory else "–",
+            f"{one['compile_s']:.1f} s" if one["compiles"] else "–",
+        )
+    console = _console()
+    console.print(drawn)
+    said: dict[tuple[str, str], list[str]] = {}
+    for one in found["topologies"]:
+        if one["reason"]:
+            print(f"{one['generation']}: {one['reason']}")
+        for mode, modules in (one.get("modules") or {}).items():
+            said.setdefault((mode, ", ".join(modules)), []).append(one["generation"])
+    for (mode, modules), names in said.items():
+        print(f"{mode} on {', '.join(names)}: {modules}")
+    groups = found["same_precision"]
+    if len(groups) == 1 and len(groups[0]) > 1:
+        print(f"the same precision everywhere on {', '.join(groups[0])}")
+    elif len(groups) > 1:
+        print("not the same precision: " + " | ".join(", ".join(names) for names in groups))
 
 
 def print_parity(

@@ -21,7 +21,7 @@ from torch import nn
 from tpu2edge.errors import ExportError, InputError, Place
 from tpu2edge.types import Note
 
-__all__ = ["PreparedModule", "prepare_module", "weights_digest"]
+__all__ = ["PreparedModule", "half_types", "prepare_module", "unwrap", "weights_digest"]
 
 # Floating types that are computed in float32: LiteRT's CPU kernels take no bfloat16 at all, float16
 # only as stored weights, and litert-torch 0.10 lowers neither.
@@ -65,7 +65,7 @@ def prepare_module(module: nn.Module, *, keep_half: bool = False) -> PreparedMod
         InputError: the module is sharded in a way that needs its own process group to read.
     """
     notes: list[Note] = []
-    inner, taken_off = _unwrap(module)
+    inner, taken_off = unwrap(module)
     replaced: Counter[str] = Counter(taken_off)
     store = _TensorStore(keep_half)
     duplicate = _copy_module(inner, store, replaced)
@@ -100,7 +100,8 @@ def _wrapper_of(module: nn.Module) -> tuple[nn.Module, str] | None:
     return None
 
 
-def _unwrap(module: nn.Module) -> tuple[nn.Module, list[str]]:
+def unwrap(module: nn.Module) -> tuple[nn.Module, list[str]]:
+    """What is inside of torch.compile, DDP, FSDP and the like, and what was taken off."""
     taken: list[str] = []
     while (found := _wrapper_of(module)) is not None:
         module, label = found
@@ -117,7 +118,7 @@ def _copy_wrappers(module: nn.Module, memo: dict[int, Any], taken: Counter[str])
     for child in reversed(list(module.modules())):  # the innermost first
         if child.__dict__.get("_compiled_call_impl") is not None:
             taken["torch.compile"] += 1  # module.compile() in place; the copy is made without it
-        inner, labels = _unwrap(child)
+        inner, labels = unwrap(child)
         if labels:
             memo[id(child)] = copy.deepcopy(inner, memo)
             taken.update(labels)
@@ -338,13 +339,19 @@ def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
     return ""
 
 
+def half_types(module: nn.Module) -> tuple[torch.dtype, ...]:
+    """The 16-bit float types among the module's weights: what it computes in."""
+    found = {tensor.dtype for tensor in (*module.parameters(), *module.buffers())}
+    return tuple(dtype for dtype in (torch.bfloat16, torch.float16) if dtype in found)
+
+
 def weights_digest(module: nn.Module) -> str:
     """sha256 over the names, types, shapes and bytes of all parameters and buffers, in name order.
 
     Wrappers (torch.compile, DDP, FSDP) do not change it; neither does the device. Integers count
     as int64, since a JAX device holds an int64 buffer (BatchNorm's counter) as int32.
     """
-    inner, _ = _unwrap(module)
+    inner, _ = unwrap(module)
     digest = hashlib.sha256()
     for name, tensor in sorted(inner.state_dict().items()):
         if not isinstance(tensor, torch.Tensor):

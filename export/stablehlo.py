@@ -34,7 +34,13 @@ from tpu2edge.types import Array, HloArgument, Note, StableHlo, TensorSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ROUTES", "available_routes", "import_torchax", "stablehlo_from_program"]
+__all__ = [
+    "ROUTES",
+    "available_routes",
+    "import_torchax",
+    "keep_jax_off_absent_tpus",
+    "stablehlo_from_program",
+]
 
 #: Known routes, best first.
 ROUTES = ("torchtpu", "torchax", "litert-torch")
@@ -98,7 +104,7 @@ def stablehlo_from_program(
         "litert-torch": _lower_by_litert_torch,
     }[route]
     if route != "torchtpu":
-        _keep_jax_off_absent_tpus()
+        keep_jax_off_absent_tpus()
     flat = _Program(program, _decomposed(program, route))
     try:
         text, more = lower(flat)
@@ -438,7 +444,7 @@ def _lower_by_torchax(flat: _Program) -> _Lowered:
     return text, tuple(notes)
 
 
-def _keep_jax_off_absent_tpus() -> None:
+def keep_jax_off_absent_tpus() -> None:
     """Hold JAX to the CPU in this process when it would search for a TPU that is not there.
 
     With libtpu installed for its compiler, JAX's first use asks the cloud's metadata server for a

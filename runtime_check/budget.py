@@ -23,7 +23,14 @@ from typing import Any
 from tpu2edge.errors import OptionError
 from tpu2edge.runtime_check.metrics import OutputMetrics
 
-__all__ = ["DEFAULT_SOURCES", "Bound", "Budget", "budget_against_tpu", "default_budget"]
+__all__ = [
+    "DEFAULT_SOURCES",
+    "UNPROVED_LEAST_DB",
+    "Bound",
+    "Budget",
+    "budget_against_tpu",
+    "default_budget",
+]
 
 # metric -> (field of OutputMetrics, the only direction that makes sense)
 _METRICS: dict[str, tuple[str, str]] = {
@@ -278,9 +285,14 @@ def default_budget(recipe: str) -> Budget:
 #: How far below the TPU's own noise floor a file may be against a TPU's outputs. The file's own error
 #: adds to the TPU's rounding; 3 dB is as much again.
 FLOOR_MARGIN_DB = 3.0
+#: Below this nobody's rounding explains a captured output: whole models in bfloat16 are at 33 dB
+#: after 48 transformer layers, a TPU's default precision at 42 dB.
+UNPROVED_LEAST_DB = 20.0
 
 
-def budget_against_tpu(recipe: str, floors: Sequence[Mapping[str, OutputMetrics]]) -> Budget:
+def budget_against_tpu(
+    recipe: str, floors: Sequence[Mapping[str, OutputMetrics]], *, least_db: float = -math.inf
+) -> Budget:
     """The default when the reference is a TPU's (or predicted for one).
 
     Args:
@@ -288,6 +300,8 @@ def budget_against_tpu(recipe: str, floors: Sequence[Mapping[str, OutputMetrics]
         floors: for each signature and output, the reference compared with the float64 oracle: the
             noise that the TPU's own rounding makes, which no file can be held to be below. Where two
             signatures have an output of one name, the larger noise counts.
+        least_db: what a file has to reach whatever the floor says (or the recipe's default, if that
+            is less): for outputs that nothing has shown to be this model's.
 
     Returns:
         Per output the recipe's default, but at most 3 dB below that noise floor; for integers the
@@ -301,7 +315,7 @@ def budget_against_tpu(recipe: str, floors: Sequence[Mapping[str, OutputMetrics]
         known = [floor[name] for floor in floors if name in floor]
         noise = [m.sqnr_db_worst for m in known if m.sqnr_db_worst is not None]
         if noise:
-            value = round(min(wanted, min(noise) - FLOOR_MARGIN_DB), 2)
+            value = round(min(wanted, max(min(noise) - FLOOR_MARGIN_DB, least_db)), 2)
             outputs[name] = (Bound(metric="sqnr", value=value),)
         else:
             share = max(allowed, 1.5 * max(m.mismatch for m in known))

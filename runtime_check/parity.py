@@ -699,14 +699,18 @@ def _add_split(output: _Output, at: _Steps, quantized: bool) -> None:
     steps["quantization"] += float(np.sum((d - c) ** 2))
 
 
-def noise_floor(reference: Reference, oracle: Reference) -> dict[str, OutputMetrics]:
+def noise_floor(
+    reference: Reference, oracle: Reference, *, outputs: Sequence[Tensors] | None = None
+) -> dict[str, OutputMetrics]:
     """The reference compared with the float64 oracle, per output: what its own rounding makes.
 
-    A file that is no further from the oracle than this is as right as the reference.
+    A file that is no further from the oracle than this is as right as the reference. ``outputs``
+    take the place of the reference's own: what it should hold, as far as that can be computed.
     """
     meters: dict[str, OutputMeter] = {}
     for index, identity in enumerate(reference.sample_ids):
-        truth, found = oracle.outputs(index), reference.outputs(index)
+        truth = oracle.outputs(index)
+        found = reference.outputs(index) if outputs is None else outputs[index]
         for name in found:  # the outputs, and the values before their activations
             if name in truth:
                 meters.setdefault(name, OutputMeter()).add(identity, truth[name], found[name])

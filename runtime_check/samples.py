@@ -24,7 +24,7 @@ import numpy as np
 from tpu2edge.errors import DataError, Place
 from tpu2edge.types import Array, Dim, Note, NoteSink, Sample, Tensors, TensorSpec
 
-__all__ = ["SampleSet", "load_samples", "synthetic_samples"]
+__all__ = ["SampleSet", "load_samples", "read_arrays", "synthetic_samples"]
 
 #: Changes of dtype that are made, with a note: (given, wanted). All others are refused.
 _NARROWED = {("float64", "float32"), ("int64", "int32")}
@@ -243,6 +243,18 @@ def _labelled(files: Sequence[Path]) -> list[tuple[Path, str]]:
 def _natural(path: Path) -> list[tuple[int, int, str]]:
     parts = re.split(r"(\d+)", path.name)
     return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in parts]
+
+
+def read_arrays(path: Path) -> Mapping[str, Array]:
+    """All arrays of one ``.npz`` or ``.safetensors`` file by name.
+
+    Raises:
+        DataError: there is no such file, it is of another kind, pickled or damaged.
+    """
+    if path.is_dir():
+        raise DataError(f"{path.name} is a folder", do="give one .npz or .safetensors file")
+    (file,) = _files_of([path])
+    return _read(file)
 
 
 def _read(path: Path) -> Mapping[str, Array]:

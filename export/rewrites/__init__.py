@@ -160,6 +160,7 @@ REWRITES: tuple[Rewrite, ...] = (
         name="drop-checks",
         why="a check of values has no form in LiteRT; the note says that the file does not check",
         on_exported=random.drop_checks,
+        on_decomposed=random.drop_checks,
     ),
     Rewrite(
         name="empty",
@@ -222,6 +223,7 @@ REWRITES: tuple[Rewrite, ...] = (
         name="matmul",
         why="BATCH_MATMUL takes no integers and at most five dimensions, to which the converter "
         "itself merges reshapes",
+        on_exported=partial(apply_table, table=matmul.SPLICES),
         decompositions=matmul.DECOMPOSITIONS,
         on_decomposed=matmul.keep_rank,
     ),

@@ -55,7 +55,7 @@ def apply(program: ExportedProgram) -> int:
         if not touched and name not in _ALWAYS:
             continue
         if "getitem" in name:
-            pairs[node] = pairs[node.args[0]][node.args[1]]  # type: ignore[index]
+            pairs[node] = pairs[node.args[0]][node.args[1]]
         else:
             pairs[node] = _replaced(program, node, name, pairs)
         if not isinstance(pairs[node], (_Nodes, list)):
@@ -173,7 +173,7 @@ def _pair(value: Any, like: Tensor | None = None) -> Any:
         return value
     if isinstance(value, complex):
         return Pair(value.real, value.imag)  # type: ignore[arg-type]
-    return Pair(value, 0.0)
+    return Pair(value, 0.0)  # type: ignore[arg-type]
 
 
 def _times(a: Any, b: Any, product: Callable[[Any, Any], Any] = lambda a, b: a * b) -> Any:
@@ -614,7 +614,8 @@ def _overlapped(const: Const, frames: Tensor, hop: int) -> Tensor:
         part = frames[:, :, i * hop : (i + 1) * hop]
         part = functional.pad(part, (0, 0, i, parts - 1 - i))
         total = part if total is None else total + part
-    return total.reshape(frames.shape[0], -1)
+    result: Tensor = total.reshape(frames.shape[0], -1)
+    return result
 
 
 def _frequencies(half: bool) -> Callable[..., Any]:

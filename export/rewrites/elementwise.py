@@ -103,8 +103,15 @@ def _bitwise_or(a: Tensor, b: Tensor) -> Any:
     return torch.logical_or(a, b) if a.dtype is torch.bool else NotImplemented
 
 
+def _rrelu(
+    x: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, _: Any = None
+) -> Any:
+    return NotImplemented if training else torch.where(x < 0, x * ((lower + upper) / 2), x)
+
+
 DECOMPOSITIONS: dict[Any, Any] = {
     aten.erfc.default: _erfc,
+    aten.rrelu.default: _rrelu,
     aten.exp2.default: _exp2,
     aten.hypot.default: _hypot,
     aten.signbit.default: _signbit,

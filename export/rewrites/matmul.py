@@ -6,6 +6,7 @@ barrier between them keeps the product in three dimensions.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,9 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from tpu2edge.export.rewrites import graph
+from tpu2edge.export.rewrites.splice import Const
 
-__all__ = ["DECOMPOSITIONS", "keep_rank"]
+__all__ = ["DECOMPOSITIONS", "SPLICES", "keep_rank"]
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -71,6 +73,53 @@ def _trilinear(
         c = c.unsqueeze(axis)
     product = a * b * c
     return product.sum(sumdim) if sumdim else product
+
+
+def _einsum(const: Const, equation: str, operands: list[Tensor], **_: Any) -> Any:
+    """The sum of products by permutations and products of three dimensions."""
+    left, arrow, output = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    repeated = any(len(set(term)) != len(term) for term in terms)
+    plain = all(x.dim() <= _MOST_DIMS and x.is_floating_point() for x in operands)
+    if "..." in equation or not arrow or len(operands) > 2 or (plain and not repeated):
+        return NotImplemented
+    for index, term in enumerate(terms):
+        for label in dict.fromkeys(term):
+            while terms[index].count(label) > 1:
+                first = terms[index].index(label)
+                second = terms[index].index(label, first + 1)
+                operands = list(operands)
+                operands[index] = operands[index].diagonal(0, first, second)
+                rest = terms[index][:first] + terms[index][first + 1 : second]
+                terms[index] = rest + terms[index][second + 1 :] + label
+    if len(operands) == 1:
+        return _ordered(operands[0], terms[0], output)
+    (a, b), (of_a, of_b) = operands, terms
+    a, of_a = _summed(a, of_a, of_b + output)
+    b, of_b = _summed(b, of_b, of_a + output)
+    size = {**dict(zip(of_a, a.shape, strict=True)), **dict(zip(of_b, b.shape, strict=True))}
+    batch = [x for x in of_a if x in of_b and x in output]
+    inner = [x for x in of_a if x in of_b and x not in output]
+    rows = [x for x in of_a if x not in of_b]
+    columns = [x for x in of_b if x not in of_a]
+
+    def flat(x: Tensor, labels: str, order: tuple[list[str], ...]) -> Tensor:
+        x = x.permute([labels.index(one) for part in order for one in part])
+        return x.reshape([math.prod(size[one] for one in part) for part in order])
+
+    product = torch.bmm(flat(a, of_a, (batch, rows, inner)), flat(b, of_b, (batch, inner, columns)))
+    names = batch + rows + columns
+    return _ordered(product.reshape([size[x] for x in names]), "".join(names), output)
+
+
+def _summed(x: Tensor, labels: str, needed: str) -> tuple[Tensor, str]:
+    axes = [i for i, label in enumerate(labels) if label not in needed]
+    return (x.sum(axes), "".join(one for one in labels if one in needed)) if axes else (x, labels)
+
+
+def _ordered(x: Tensor, labels: str, output: str) -> Tensor:
+    x, labels = _summed(x, labels, output)
+    return x.permute([labels.index(one) for one in output])
 
 
 def keep_rank(program: ExportedProgram) -> int:
@@ -129,6 +178,7 @@ def _used_by_many(node: Node) -> bool:
     return False
 
 
+SPLICES: dict[Any, Any] = {aten.einsum.default: _einsum}
 DECOMPOSITIONS: dict[Any, Any] = {
     aten.mm.default: _integers,
     aten.bmm.default: _integers,

@@ -135,7 +135,7 @@ def _counts(size: int, outs: int, k: int, s: int, p: int, include: bool) -> list
     return [min(start + k, high) - max(start, low) for start in starts]
 
 
-def _mean(x: Tensor, k: list[int], s: list[int], outs: list[int]) -> Tensor:
+def _mean(x: Tensor, k: list[int], s: list[int], outs: list[int]) -> Any:
     """Averages of whole windows, without padding."""
     lead, sizes = list(x.shape[:2]), list(x.shape[2:])
     if len(k) == 1:
@@ -240,11 +240,11 @@ def _unused(like: Tensor) -> Tensor:
     return torch.zeros_like(like, dtype=torch.int64)
 
 
-def _strided(x: Tensor, axis: int, start: int, step: int, count: int) -> Tensor:
+def _strided(x: Tensor, axis: int, start: int, step: int, count: int) -> Any:
     return aten.slice.Tensor(x, axis, start, start + step * (count - 1) + 1, step)
 
 
-def _axis_maximum(x: Tensor, axis: int, k: int, s: int, d: int, out: int) -> Tensor:
+def _axis_maximum(x: Tensor, axis: int, k: int, s: int, d: int, out: int) -> Any:
     result: Any = None
     for i in range(k):
         part = _strided(x, axis, i * d, s, out)

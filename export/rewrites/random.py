@@ -91,8 +91,11 @@ def refuse(program: ExportedProgram) -> int:
         LoweringError: it does; the place is the line that makes them.
     """
     program.graph.eliminate_dead_code()
-    for node in program.graph.nodes:
+    for node in reversed(list(program.graph.nodes)):
         name = _name(node)
+        if name in _NAMES and not node.users and not node.target._schema.is_mutable:
+            program.graph.erase_node(node)
+            continue
         if name in _NAMES or (name in _TRAINING and _is_training(node, name)) or _drops(node, name):
             if name.startswith("fractional"):
                 raise LoweringError(
@@ -143,7 +146,7 @@ def drop_checks(program: ExportedProgram) -> int:
             first = node.args[0] if node.args else None
             if node.users:
                 # The functional form gives a token that the next check takes.
-                node.replace_all_uses_with(node.args[-1])  # type: ignore[arg-type]
+                node.replace_all_uses_with(node.args[-1])
             program.graph.erase_node(node)
             count += isinstance(first, Node)
     if count:

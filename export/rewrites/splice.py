@@ -143,7 +143,8 @@ def add_constant(program: ExportedProgram, tensor: torch.Tensor) -> fx.Node:
             known = program.constants[spec.target]
             assert isinstance(known, torch.Tensor)
             if known.dtype == tensor.dtype and torch.equal(known, tensor):
-                return placeholder
+                found: fx.Node = placeholder
+                return found
     # Constants stand before the inputs of the user.
     index = next(
         (i for i, spec in enumerate(specs) if spec.kind is InputKind.USER_INPUT), len(specs)
@@ -155,7 +156,7 @@ def add_constant(program: ExportedProgram, tensor: torch.Tensor) -> fx.Node:
         else next(n for n in program.graph.nodes if n.op != "placeholder")
     )
     with program.graph.inserting_before(before):
-        node = program.graph.placeholder(name)
+        node: fx.Node = program.graph.placeholder(name)
     value = tensor.detach().contiguous().clone()
     node.meta["val"] = _mode(program).from_tensor(value, static_shapes=True)
     program.constants[name] = value

@@ -8,7 +8,7 @@ float64 oracle beside its main reference without a second copy of the data.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +16,20 @@ from typing import Any, Self
 
 import numpy as np
 
-from tpu2edge.errors import BundleError
+from tpu2edge.errors import BundleError, DataError, OptionError, Place
 from tpu2edge.files import canonical_json, sha256_of, write_atomically
-from tpu2edge.types import Array, Sample, Signature, Tensors
+from tpu2edge.folders import staged
+from tpu2edge.types import Array, Dim, Sample, Signature, Tensors, TensorSpec
 
-__all__ = ["FORMAT_VERSION", "PROVIDERS", "Reference", "ReferenceWriter"]
+__all__ = [
+    "FORMAT_VERSION",
+    "PRECISIONS",
+    "PROVIDERS",
+    "Reference",
+    "ReferenceWriter",
+    "SignatureGatherer",
+    "edge_array",
+]
 
 # 1 (2026-11-30): first version.
 FORMAT_VERSION = 1
@@ -38,6 +47,25 @@ PROVIDERS: Mapping[str, str] = {
     "external": "golden outputs from elsewhere",
 }
 
+#: Known precision labels: in what the outputs were computed.
+PRECISIONS: Mapping[str, str] = {
+    "f32": "float32 throughout, as on a CPU",
+    "f64": "float64",
+    "bf16-default": "a TPU's default: float32 matmuls in one bfloat16 pass",
+    "bf16_3x-high": "a TPU's 'high': float32 matmuls in three bfloat16 passes",
+    "f32-highest": "a TPU's 'highest': float32 matmuls in six bfloat16 passes",
+    "bf16-model": "a model whose weights are bfloat16",
+    "f16-model": "a model whose weights are float16",
+}
+
+#: What LiteRT stores a type as, where that is another one.
+_EDGE = {
+    "float64": "float32",
+    "float16": "float32",
+    "bfloat16": "float32",
+    "int64": "int32",
+}
+
 _SHARD_BYTES = 64 << 20
 
 
@@ -45,8 +73,8 @@ _SHARD_BYTES = 64 << 20
 class Reference:
     """Samples and trusted outputs of one signature; read lazily, sample by sample.
 
-    ``provider`` is a key of PROVIDERS, ``precision`` one of ``f32``, ``f64``, ``bf16-default``,
-    ``bf16_3x-high``, ``f32-highest``. ``data`` says where the inputs come from.
+    ``provider`` is a key of PROVIDERS or ``torch-<device>``; ``precision`` a key of PRECISIONS or,
+    for other devices than a TPU, ``<device>-<setting>``. ``data`` says where the inputs come from.
     """
 
     path: Path
@@ -96,6 +124,83 @@ class Reference:
                 f"'{folder}' is damaged: manifest.json: {type(err).__name__}: {err}",
                 do="copy the whole folder again",
             ) from err
+
+    @classmethod
+    def from_arrays(
+        cls,
+        path: Path | str,
+        *,
+        inputs: Mapping[str, Array] | Sequence[Tensors],
+        outputs: Mapping[str, Array] | Sequence[Tensors],
+        precision: str,
+        batch: int | None = None,
+        provider: str = "external",
+        signature_name: str = "serving_default",
+        sample_ids: Sequence[str] | None = None,
+        data: Mapping[str, Any] | None = None,
+        weights_sha256: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> Reference:
+        """A reference made of outputs that somebody has already, written to the folder ``path``.
+
+        Args:
+            path: the folder to make; it appears in one rename.
+            inputs: arrays by the model's input names, or one such mapping for each sample.
+            outputs: the same by output names, for the same samples in the same order.
+            precision: in what the outputs were computed, a key of PRECISIONS.
+            batch: how many rows of the arrays are one sample. None: the first axis counts the
+                samples and is no part of them. Of no effect when there is a mapping per sample.
+            provider: who computed them, a key of PROVIDERS.
+            signature_name: name of the entry.
+            sample_ids: names of the samples; ``sample-0`` … if not given.
+            data: where the inputs come from, plain data with ``kind``.
+            weights_sha256: ``weights_digest`` of the model, if known; else nothing but the numbers
+                can tell whether they are this model's.
+            extra: what else is known, plain data; ``device_kind`` ("TPU v5e") names the TPU.
+            force: replace a reference that is there.
+
+        Raises:
+            DataError: there is no sample, or not the same number of them in every array.
+            OptionError: an unknown precision or provider.
+            BundleError: something is there already.
+        """
+        if precision not in PRECISIONS:
+            raise OptionError(
+                f"unknown precision label '{precision}'", do=f"known: {', '.join(PRECISIONS)}"
+            )
+        if provider not in PROVIDERS:
+            raise OptionError(f"unknown provider '{provider}'", do=f"known: {', '.join(PROVIDERS)}")
+        ins, outs = _per_sample(inputs, batch, "input"), _per_sample(outputs, batch, "output")
+        if len(ins) != len(outs):
+            raise DataError(
+                f"there are {len(ins)} samples of inputs and {len(outs)} of outputs",
+                do="give as many outputs as inputs; --batch says how many rows are one sample",
+            )
+        ids = (
+            list(sample_ids) if sample_ids is not None else [f"sample-{i}" for i in range(len(ins))]
+        )
+        if len(ids) != len(ins) or len(set(ids)) != len(ids):
+            raise DataError(f"there are {len(ins)} samples and {len(set(ids))} different names")
+        gatherer = SignatureGatherer(signature_name)
+        with staged(Path(path), force=force, kind="tpu2edge-reference") as folder:
+            writer = ReferenceWriter(
+                folder,
+                Signature(name=signature_name, inputs=(), outputs=()),
+                provider=provider,
+                precision=precision,
+                data=data or {"kind": "given", "count": len(ins)},
+                weights_sha256=weights_sha256,
+                extra=extra,
+            )
+            for name, taken, given in zip(ids, ins, outs, strict=True):
+                sample = Sample(id=name, inputs={n: edge_array(n, a) for n, a in taken.items()})
+                results = {n: _without_bfloat16(np.asarray(a)) for n, a in given.items()}
+                gatherer.add(sample.inputs, results)
+                writer.add(sample, results)
+            writer.amend(signature=gatherer.signature().to_json())
+            writer.close()
+        return cls.load(path, verify=False)
 
     @classmethod
     def _from_manifest(cls, folder: Path, manifest: dict[str, Any], verify: bool) -> Reference:
@@ -264,9 +369,145 @@ class ReferenceWriter:
         self._pending, self._pending_bytes = {}, 0
         self._pending_first = len(self._ids)
 
+    def amend(self, **head: Any) -> None:
+        """Change what the manifest will say: what is only known when all samples are through."""
+        unknown = set(head) - set(self._head)
+        assert not unknown, unknown
+        self._head.update(head)
+
     def close(self) -> Reference:
         """Write what is left and the manifest; gives the finished reference."""
         self._flush()
         manifest = {**self._head, "samples": self._ids, "shards": self._shards}
         write_atomically(self.path / "manifest.json", canonical_json(manifest))
         return Reference.load(self.path, verify=False)
+
+
+class SignatureGatherer:
+    """Finds names, types and sizes from samples as they pass; a size that changes becomes a Dim."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._specs: dict[str, dict[str, tuple[str, list[tuple[int, int]]]]] = {}
+
+    def add(self, inputs: Tensors, outputs: Tensors) -> None:
+        """One sample; names, types and ranks must be those of the first.
+
+        Raises:
+            DataError: they are not.
+        """
+        for kind, tensors in (("input", inputs), ("output", outputs)):
+            found = {
+                name: (_edge_dtype(name, array.dtype), [(n, n) for n in array.shape])
+                for name, array in tensors.items()
+            }
+            known = self._specs.setdefault(kind, found)
+            if known.keys() != found.keys():
+                raise DataError(
+                    f"one sample has the {kind}s {sorted(found)}, another {sorted(known)}",
+                    do="give every sample the same names",
+                )
+            for name, (dtype, sizes) in found.items():
+                before, ranges = known[name]
+                if before != dtype or len(ranges) != len(sizes):
+                    raise DataError(
+                        f"{kind} '{name}' is {before} with {len(ranges)} dimensions in one sample, "
+                        f"{dtype} with {len(sizes)} in another",
+                        place=Place(tensor=name),
+                    )
+                ranges[:] = [
+                    (min(low, size), max(high, size))
+                    for (low, high), (size, _) in zip(ranges, sizes, strict=True)
+                ]
+
+    def signature(self) -> Signature:
+        """What all samples so far fit into."""
+
+        def specs(kind: str) -> tuple[TensorSpec, ...]:
+            return tuple(
+                TensorSpec(
+                    name=name,
+                    dtype=dtype,
+                    shape=tuple(
+                        low if low == high else Dim(name=f"{name}_{axis}", min=low, max=high)
+                        for axis, (low, high) in enumerate(ranges)
+                    ),
+                )
+                for name, (dtype, ranges) in self._specs.get(kind, {}).items()
+            )
+
+        return Signature(name=self._name, inputs=specs("input"), outputs=specs("output"))
+
+
+def edge_array(name: str, value: Any) -> Array:
+    """An input as the edge model takes it: 64-bit types narrowed, 16-bit floats widened.
+
+    Raises:
+        DataError: an integer does not fit into 32 bits, or the type is one that LiteRT lacks.
+    """
+    array = np.asarray(value)
+    wanted = _edge_dtype(name, array.dtype)
+    if array.dtype.kind in "iu" and wanted != array.dtype.name and array.size:
+        limits = np.iinfo(wanted)
+        low, high = int(array.min()), int(array.max())
+        if low < limits.min or high > limits.max:
+            raise DataError(
+                f"input '{name}' holds values that do not fit into {wanted} ({low} to {high})",
+                place=Place(tensor=name),
+            )
+    return np.ascontiguousarray(array.astype(wanted, copy=False)).reshape(array.shape)
+
+
+def _edge_dtype(name: str, dtype: np.dtype[Any]) -> str:
+    if dtype.kind not in "biuf" and dtype.name != "bfloat16":
+        raise DataError(
+            f"'{name}' is of the type {dtype}, which LiteRT does not have",
+            do="give numbers or booleans",
+            place=Place(tensor=name),
+        )
+    return _EDGE.get(dtype.name, dtype.name)
+
+
+def _without_bfloat16(array: Array) -> Array:
+    """safetensors' NumPy writer has no bfloat16; float32 holds the same value."""
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def _per_sample(
+    arrays: Mapping[str, Array] | Sequence[Tensors], batch: int | None, kind: str
+) -> list[dict[str, Array]]:
+    if not isinstance(arrays, Mapping):
+        samples = [{name: np.asarray(a) for name, a in one.items()} for one in arrays]
+    else:
+        whole = {name: np.asarray(array) for name, array in arrays.items()}
+        counts: dict[str, int] = {}
+        for name, array in whole.items():
+            if array.ndim == 0:
+                raise DataError(
+                    f"{kind} '{name}' is a single number: its first axis must count samples",
+                    do="give it one more axis in front",
+                    place=Place(tensor=name),
+                )
+            counts[name], rest = divmod(array.shape[0], batch or 1)
+            if rest or (batch is not None and batch < 1):
+                raise DataError(
+                    f"{kind} '{name}' has {array.shape[0]} rows, no multiple of {batch}",
+                    place=Place(tensor=name),
+                )
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
+            raise DataError(
+                f"the {kind}s hold different numbers of samples ({listed})",
+                do="give every array as many samples (np.repeat one that is the same in all)",
+            )
+        count = next(iter(counts.values()), 0)
+        samples = [
+            {
+                name: array[i] if batch is None else array[i * batch : (i + 1) * batch]
+                for name, array in whole.items()
+            }
+            for i in range(count)
+        ]
+    if not samples or not samples[0]:
+        raise DataError(f"there is no sample among the {kind}s")
+    return samples

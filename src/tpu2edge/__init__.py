@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tpu2edge.bundle import Bundle, load_bundle
+    from tpu2edge.capturing import capture
     from tpu2edge.errors import Tpu2EdgeError
     from tpu2edge.pipeline import check_parity, export_model
     from tpu2edge.runtime_check.budget import Budget
@@ -31,6 +32,7 @@ _HOME = {
     "TensorSpec": "tpu2edge.types",
     "Tpu2EdgeError": "tpu2edge.errors",
     "Verdict": "tpu2edge.types",
+    "capture": "tpu2edge.capturing",
     "check_parity": "tpu2edge.pipeline",
     "export_model": "tpu2edge.pipeline",
     "load_bundle": "tpu2edge.bundle",
@@ -49,6 +51,7 @@ __all__ = [
     "Tpu2EdgeError",
     "Verdict",
     "__version__",
+    "capture",
     "check_parity",
     "export_model",
     "load_bundle",

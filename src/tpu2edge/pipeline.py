@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ from tpu2edge.errors import (
     Tpu2EdgeError,
 )
 from tpu2edge.files import canonical_json, sha256_of, write_atomically
+from tpu2edge.folders import refuse_existing, staged
 from tpu2edge.types import (
     Dim,
     EdgeModel,
@@ -244,7 +246,7 @@ def export_model(
         choice=_choice(reference),
         isolate=True,
     )
-    bundles.refuse_existing(job.output, force=force)
+    refuse_existing(job.output, force=force)
     entries: _Entries
     if isinstance(module, Mapping):
         from tpu2edge.export.sources import signatures_from_mapping
@@ -307,7 +309,7 @@ def export_source(
         choice=references.ReferenceChoice.parse(request.reference),
         isolate=False,
     )
-    bundles.refuse_existing(request.output, force=request.force)
+    refuse_existing(request.output, force=request.force)
     dynamic, shapes = parse_dynamic(request.dynamic), parse_shapes(request.shapes)
     job.check_budgets()
     job.progress("import torch")
@@ -747,14 +749,22 @@ class _Job:
             self._budget(recipe)
 
     def _budget(self, recipe: str, truths: Sequence[_Truth] = ()) -> Budget:
-        from tpu2edge.runtime_check.budget import budget_against_tpu, default_budget
+        from tpu2edge.runtime_check.budget import (
+            UNPROVED_LEAST_DB,
+            budget_against_tpu,
+            default_budget,
+        )
 
         if self.budget is not None:
             return self.budget  # type: ignore[no-any-return]
         base = default_budget(recipe)
-        floors = [truth.floor for truth in truths if references.is_tpu(truth.reference)]
-        if floors:
-            base = budget_against_tpu(recipe, floors)
+        rounded = [truth for truth in truths if references.is_rounded(truth.reference)]
+        if rounded:
+            # The floor of captured outputs holds their faults, too: what they should be is better.
+            floors = [truth.expected or truth.floor for truth in rounded]
+            unproved = any(truth.is_given and not truth.expected for truth in rounded)
+            least = UNPROVED_LEAST_DB if unproved else -math.inf
+            base = budget_against_tpu(recipe, floors, least_db=least)
         return _parse_budget(self.budgets, base)
 
     def _say(self, notes: Sequence[Note]) -> None:
@@ -778,7 +788,7 @@ class _Job:
         self._say(notes)
         with (
             keep_global_state(),  # importing litert_torch alone seeds torch and NumPy anew
-            bundles.staged(self.output, force=self.force) as folder,
+            staged(self.output, force=self.force) as folder,
             _log_stream(self.log_path or folder / "log.txt") as log,
             _warnings_to(log),
         ):
@@ -858,6 +868,7 @@ class _Job:
             truth.eager = closed["eager"]
             truth.floor = noise_floor(truth.reference, closed["oracle"])
             if data.given is not None:
+                truth.is_given = True
                 truth.proof = self._prove(program, data, truth, log)
         return truth
 
@@ -898,48 +909,48 @@ class _Job:
         samples: Sequence[Sample],
         choice: references.ReferenceChoice,
         log: IO[bytes],
+        twin: bool = False,
     ) -> references.Predicted:
+        wanted = (program.tapped, program.tapped_signature, samples, choice)
         if self.isolate:
-            return references.predict_isolated(
-                program.tapped,
-                program.tapped_signature,
-                samples,
-                choice,
-                log=log,
-                progress=self.progress,
-            )
-        return references.predict_outputs(
-            program.tapped, program.tapped_signature, samples, choice, progress=self.progress
-        )
+            return references.predict_isolated(*wanted, twin=twin, log=log, progress=self.progress)
+        return references.predict_outputs(*wanted, twin=twin, progress=self.progress)
 
     def _prove(
         self, program: TracedProgram, data: _Data, truth: _Truth, log: IO[bytes]
     ) -> list[CaseReport]:
         """The first comparison: were the captured outputs made from these weights and inputs?"""
+        from tpu2edge.runtime_check.parity import noise_floor
+
         reference, eager = truth.reference, truth.eager
-        assert eager is not None
+        assert eager is not None and truth.oracle is not None  # noqa: PT018
         precision = references.precision_of_label(reference.precision)
         if reference.provider.startswith("tpu-emulated"):
             return []
         if precision is None:
             if reference.precision != "f32":
+                text = (
+                    "whether the reference belongs to these weights is not proved: nothing here "
+                    f"computes in the precision '{reference.precision}'"
+                )
+                self._say([Note(code="not-proved", text=text)])
                 return []
-            near: Any = _LazyOutputs(eager)
             return references.prove_reference(
-                reference, lambda: near, truth.floor, "the module on this CPU"
+                reference, _LazyOutputs(eager), "the module on this CPU"
             )
         generation = references.generation_of(reference)
         choice = references.ReferenceChoice(
             kind="tpu-emulated", generation=generation, precision=precision
         )
         try:
-            predicted = self._predict(program, data.samples, choice, log)
+            predicted = self._predict(program, data.samples, choice, log, twin=True)
         except (ConversionError, DeviceError, OptionError) as error:
             text = f"whether the reference belongs to these weights is not proved: {error.what}"
             self._say([Note(code="not-proved", text=f"{text} ({error.do})")])
             return []
         label = f"this CPU with TPU {generation} numerics"
-        return references.prove_reference(reference, lambda: predicted.outputs, truth.floor, label)
+        truth.expected = noise_floor(reference, truth.oracle, outputs=predicted.outputs)
+        return references.prove_reference(reference, predicted.outputs, label, twin=predicted.twin)
 
     def _lower(
         self, folder: Path, programs: Sequence[TracedProgram], log: IO[bytes]
@@ -1139,6 +1150,8 @@ class _Truth:
     oracle: Reference | None
     eager: Reference | None = None
     floor: dict[str, OutputMetrics] = field(default_factory=dict)
+    is_given: bool = False  # captured elsewhere, not predicted here
+    expected: dict[str, OutputMetrics] = field(default_factory=dict)  # the floor it should have
     proof: list[CaseReport] = field(default_factory=list)
 
 
@@ -1165,6 +1178,8 @@ class _LazyOutputs(Sequence[Any]):
         return len(self._reference)
 
     def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)  # what ends an iteration
         return self._reference.outputs(index)
 
 

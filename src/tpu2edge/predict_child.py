@@ -1,7 +1,7 @@
 """A TPU prediction in a process of its own: ``python -m tpu2edge.predict_child FOLDER``.
 
 FOLDER holds ``program.pt2``, ``request.json`` (signature, choice) and ``inputs/``, a reference with
-the samples; ``predicted/`` is written. JSON lines go out on the descriptor that was stdout. A
+the samples; ``predicted/`` (and ``twin/``) is written. JSON lines go out on the descriptor that was stdout. A
 process of its own keeps jax, and the settings that lowering changes, out of the caller's.
 """
 
@@ -41,17 +41,22 @@ def main() -> int:
         samples = list(Reference.load(folder / "inputs").samples())
         choice = ReferenceChoice(**request["choice"])
         program = torch.export.load(folder / "program.pt2")
-        found = predict_outputs(program, signature, samples, choice, progress=progress)
-        with ReferenceWriter(
-            folder / "predicted",
-            signature,
-            provider=found.provider,
-            precision=found.precision,
-            data={},
-            borrow_inputs="../inputs",
-        ) as writer:
-            for sample, outputs in zip(samples, found.outputs, strict=True):
-                writer.add(sample, outputs)
+        found = predict_outputs(
+            program, signature, samples, choice, twin=request["twin"], progress=progress
+        )
+        for name, results in (("predicted", found.outputs), ("twin", found.twin)):
+            if not results:
+                continue
+            with ReferenceWriter(
+                folder / name,
+                signature,
+                provider=found.provider,
+                precision=found.precision,
+                data={},
+                borrow_inputs="../inputs",
+            ) as writer:
+                for sample, outputs in zip(samples, results, strict=True):
+                    writer.add(sample, outputs)
     except Tpu2EdgeError as error:
         send(event="error", **error.to_json())
         return 0

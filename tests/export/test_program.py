@@ -182,11 +182,14 @@ def test_each_sample_is_run_on_its_own():
         return x + self.count
 
     traced = trace_module(Fn(forward, count=torch.zeros(())), (X,))
-    given = X.numpy().copy()
-    first = traced.oracle({"x": given})["output_0"]
-    second = traced.oracle({"x": given})["output_0"]
-    np.testing.assert_array_equal(first, second)
-    np.testing.assert_array_equal(given, X.numpy())
+    given = {"x": X.numpy().copy(), "state.count": np.zeros((), np.float32)}
+    for run in (traced.oracle, traced.eager):
+        first, second = run(given), run(given)
+        assert set(first) == {"output_0", "state.count"}
+        for name, value in first.items():
+            np.testing.assert_array_equal(value, second[name])
+        assert float(first["state.count"]) == 1.0
+        np.testing.assert_array_equal(given["x"], X.numpy())
 
 
 def test_an_int64_program_takes_int32_samples():

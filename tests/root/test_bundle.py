@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tpu2edge import bundle as bundles
+from tpu2edge import folders
 from tpu2edge.bundle import load_bundle
 from tpu2edge.errors import BundleError
 from tpu2edge.files import (
@@ -80,7 +81,7 @@ def fill(folder: Path, content: bytes = b"the model") -> Path:
 @pytest.fixture
 def made(tmp_path) -> Path:
     folder = tmp_path / "bundle"
-    with bundles.staged(folder, force=False) as staging:
+    with folders.staged(folder, force=False) as staging:
         fill(staging)
     return folder
 
@@ -188,7 +189,7 @@ def test_a_newer_format_asks_for_an_upgrade(made):
 
 def test_the_same_content_gives_the_same_manifest(tmp_path):
     for name in ("a", "b"):
-        with bundles.staged(tmp_path / name, force=False) as staging:
+        with folders.staged(tmp_path / name, force=False) as staging:
             fill(staging)
     assert sha256_of(tmp_path / "a" / "manifest.json") == sha256_of(
         tmp_path / "b" / "manifest.json"
@@ -204,7 +205,7 @@ def left_behind(folder: Path) -> list[str]:
 
 def test_nothing_is_there_until_all_is_there(tmp_path):
     target = tmp_path / "deep" / "bundle"
-    with bundles.staged(target, force=False) as staging:
+    with folders.staged(target, force=False) as staging:
         fill(staging)
         assert not target.exists()
         assert staging.parent == target.parent  # so that a rename is enough
@@ -218,7 +219,7 @@ def test_whatever_goes_wrong_leaves_nothing_behind(tmp_path, made, error, force)
     before = sha256_of(made / "manifest.json")
 
     def broken() -> None:
-        with bundles.staged(target, force=force) as staging:
+        with folders.staged(target, force=force) as staging:
             fill(staging, b"half")
             raise error
 
@@ -231,17 +232,17 @@ def test_whatever_goes_wrong_leaves_nothing_behind(tmp_path, made, error, force)
 
 def test_a_bundle_that_exists_is_not_overwritten_unless_asked(made, tmp_path):
     with pytest.raises(BundleError, match="exists") as error:
-        bundles.refuse_existing(made, force=False)
+        folders.refuse_existing(made, force=False)
     assert "--force" in error.value.do
-    with bundles.staged(made, force=True) as staging:
+    with folders.staged(made, force=True) as staging:
         fill(staging, b"second")
     assert load_bundle(made).model().path.read_bytes() == b"second"
     assert left_behind(tmp_path) == ["bundle"]
 
 
 def test_replacing_works_where_folders_cannot_be_exchanged(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(bundles, "_exchange", lambda *_: False)
-    with bundles.staged(made, force=True) as staging:
+    monkeypatch.setattr(folders, "_exchange", lambda *_: False)
+    with folders.staged(made, force=True) as staging:
         fill(staging, b"second")
     assert load_bundle(made).model().path.read_bytes() == b"second"
     assert left_behind(tmp_path) == ["bundle"]
@@ -251,7 +252,7 @@ def test_a_bundle_that_appears_meanwhile_is_kept(tmp_path):
     target = tmp_path / "bundle"
 
     def race() -> None:
-        with bundles.staged(target, force=False) as staging:
+        with folders.staged(target, force=False) as staging:
             fill(staging, b"late")
             target.mkdir()
             fill(target, b"early")
@@ -264,7 +265,7 @@ def test_a_bundle_that_appears_meanwhile_is_kept(tmp_path):
 def test_an_empty_folder_is_taken(tmp_path):
     target = tmp_path / "empty"
     target.mkdir()
-    with bundles.staged(target, force=False) as staging:
+    with folders.staged(target, force=False) as staging:
         fill(staging)
     assert load_bundle(target)
 
@@ -277,7 +278,7 @@ def test_what_is_no_bundle_of_ours_is_not_replaced_even_with_force(tmp_path, man
     if manifest is not None:
         (target / "manifest.json").write_text(manifest)
     with pytest.raises(BundleError, match="is no bundle, so it is not replaced"):
-        bundles.refuse_existing(target, force=True)
+        folders.refuse_existing(target, force=True)
     assert (target / "thesis.txt").read_text() == "years of work"
 
 
@@ -288,7 +289,7 @@ def test_a_file_or_a_link_in_the_way_is_not_replaced(tmp_path):
     for target in (file, link):
         for force in (False, True):
             with pytest.raises(BundleError):
-                bundles.refuse_existing(target, force=force)
+                folders.refuse_existing(target, force=force)
 
 
 # ------------------------------------------------------------------------------------------ layers

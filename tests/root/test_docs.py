@@ -17,7 +17,13 @@ from tpu2edge.quantize.recipes import RECIPES
 from tpu2edge.runtime_check.budget import default_budget
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/budgets.md", "docs/architecture.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/budgets.md",
+    "docs/architecture.md",
+    "docs/tpu.md",
+)
 _BLOCK = re.compile(
     r"(?:<!-- test: (?P<mark>[^>]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,

@@ -15,6 +15,7 @@ SHARED = {
     "tpu2edge.errors",
     "tpu2edge.children",
     "tpu2edge.files",
+    "tpu2edge.folders",
     "tpu2edge.flatbuffer",
 }
 # Loaded in processes of their own only.

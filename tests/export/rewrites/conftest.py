@@ -1,4 +1,4 @@
-"""One model of many small cases: converting takes seconds, a case more takes little."""
+"""Many small cases converted as one model, run by the real LiteRT worker, compared with PyTorch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,71 @@ from tpu2edge.export.lower import Loweree, lower_programs
 from tpu2edge.export.program import trace_module
 from tpu2edge.flatbuffer import read_tflite
 from tpu2edge.runtime_check.devices.client import Session
+
+Case = tuple[Callable[..., Any], Any]
+
+
+class _Call(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.function(*args)
+
+
+class _Many(nn.Module):
+    """Every case as a submodule, so that an error names the one it is about."""
+
+    def __init__(self, cases: Mapping[str, Case]) -> None:
+        super().__init__()
+        self.cases = nn.ModuleDict(
+            {
+                name: function if isinstance(function, nn.Module) else _Call(function)
+                for name, (function, _) in cases.items()
+            }
+        )
+
+    def forward(self, inputs: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
+        return {name: case(*inputs[name]) for name, case in self.cases.items()}
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Callable[..., None]:
+    def run(cases: Mapping[str, Case], most: float = 2e-6) -> None:
+        inputs = {
+            name: list(args) if isinstance(args, (tuple, list)) else [args]
+            for name, (_, args) in cases.items()
+        }
+        module = _Many(cases).eval()
+        traced = trace_module(module, (inputs,))
+        path = tmp_path / "m.tflite"
+        lower_programs([Loweree(traced.program, traced.signature)], path)
+        with Session(path) as session:
+            got = next(iter(session.run("serving_default", [traced.example])))
+        want = traced.eager(traced.example)
+        assert set(got) == set(want)
+        wrong = {}
+        for name, truth in want.items():
+            assert got[name].shape == truth.shape, name
+            wide, given = truth.astype(np.float64), got[name].astype(np.float64)
+            finite = wide[np.isfinite(wide)]
+            spread = float(np.ptp(finite)) if finite.size else 1.0
+            if not np.allclose(given, wide, rtol=0, atol=most * (spread or 1.0), equal_nan=True):
+                wrong[name] = float(np.abs(given - wide).max())
+        assert not wrong
+
+    return run
+
+
+@pytest.fixture
+def convert_one(tmp_path: Path) -> Callable[..., None]:
+    def run(function: Callable[..., Any], *args: torch.Tensor) -> None:
+        traced = trace_module(_Call(function), args)
+        lower_programs([Loweree(traced.program, traced.signature)], tmp_path / "m.tflite")
+
+    return run
+
 
 Cases = Mapping[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]]
 
