@@ -199,8 +199,8 @@ class Lowerings:
         int32 = torch.int32
         shape = self.op("shape", [value], self.type([len(value.type.shape)], int32))
         axis %= len(value.type.shape)
-        ends = [self.constant([axis]), self.constant([axis + 1]), self.constant([1])]
-        return self._slice(shape, *ends, self.type([], int32), shrink=1)
+        begin, end, step = (self.constant([place]) for place in (axis, axis + 1, 1))
+        return self._slice(shape, begin, end, step, self.type([], int32), shrink=1)
 
     def _slice(
         self,
@@ -294,7 +294,11 @@ def _result(b: Lowerings, node: Any) -> Any:
 
 
 def _fakes(node: Any) -> list[Any]:
-    return list(map_aggregate(node.args, lambda n: n.meta["val"] if hasattr(n, "meta") else n))
+    def fake(item: Any) -> Any:
+        return item.meta["val"] if isinstance(item, fx.Node) else item
+
+    made: Any = map_aggregate(node.args, fake)
+    return list(made)
 
 
 def _dtype_of(items: Sequence[Any]) -> torch.dtype:

@@ -36,6 +36,7 @@ from tpu2edge.errors import (
     error_from_json,
 )
 from tpu2edge.export import blame, dynamic_sizes, rewrites, state
+from tpu2edge.export.default_sizes import write_smallest_sizes
 from tpu2edge.export.loops import outline_loops
 from tpu2edge.export.own_outputs import own_outputs
 from tpu2edge.export.rewrites import native
@@ -171,6 +172,7 @@ def lower_programs(
                 own_outputs(toolkit.ir, _operation(merged))
             progress("write")
             toolkit.converter.export_flatbuffer_to_file(_operation(merged), str(path))
+            write_smallest_sizes(path, [traced.signature for traced in programs])
         except Tpu2EdgeError:
             raise
         except Exception as err:
@@ -213,6 +215,7 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
     fx_infra = toolkit.fx_infra
     program = _shallow(program)
     dynamic = any(is_dynamic(node) for node in program.graph.nodes)
+    toolkit.applied.clear()
     rewrites.on_exported(program, notes)
     program = fx_infra.graph_utils.reset_from_node_meta(program)
     try:
@@ -229,7 +232,7 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
         program = fx_infra.safe_run_decompositions(
             program, toolkit.lowering_decompositions(dynamic), can_skip=False
         )
-        rewrites.on_decomposed(program, notes)
+        rewrites.on_decomposed(program, notes, toolkit.applied)
     except Tpu2EdgeError:
         raise
     except Exception as err:
@@ -333,6 +336,7 @@ class _Toolkit:
         self._torch_tfl = torch_tfl
         self._signature: Signature | None = None  # of the program that is being lowered
         rewrites.add_lowerings(backend.lowerings.lower)
+        self.applied = set[str]()  # names of the rewrites that were used in place of an operator
         native.register()
 
     def convert_passes(self, program: ExportedProgram, dynamic: bool) -> ExportedProgram:
@@ -349,9 +353,10 @@ class _Toolkit:
         if dynamic:
             for op in dynamic_sizes.KEPT_WHOLE:
                 table.pop(op, None)
+            usual = torch.export.default_decompositions()
             for op in dynamic_sizes.TAKEN_APART:
-                table[op] = op.decompose
-        return rewrites.add_decompositions(table)
+                table[op] = usual[op]
+        return rewrites.add_decompositions(table, self.applied)
 
     def lowering_decompositions(self, dynamic: bool) -> Any:
         # Not `table | {…}`: that gives a plain dict without the composite operators of the table.

@@ -61,13 +61,13 @@ class TracedProgram:
     example: Tensors
     notes: tuple[Note, ...]
     constant_outputs: frozenset[str]
-    state: Mapping[str, str]
     tapped: ExportedProgram  # with the values before final activations as further outputs
     taps: tuple[str, ...]  # names of those, in the order of tapped's outputs behind the program's
     tapped_outputs: tuple[str, ...]  # the outputs that the taps lie before
     tap_nodes: tuple[str, ...]  # the exported graph's nodes that compute them
+    state: Mapping[str, str]
     _eager: nn.Module | None
-    _layout: names.CallLayout | None
+    _layout: _Layout | None
     _oracle: oracle.Oracle
     _state: states.State
 
@@ -90,9 +90,10 @@ class TracedProgram:
             if self._eager is None or self._layout is None:
                 flat = self.program.module()(*tensors)
                 return self._named(flat if isinstance(flat, (tuple, list)) else (flat,))
-            layout, module, count = self._layout, self._eager, len(self._layout.names)
+            layout, module = self._layout, self._eager
+            count = len(layout.inner.names)
             try:
-                result, after = self._state.run(
+                outputs, after = self._state.run(
                     lambda: layout.call(module, tensors[:count]), tensors[count:]
                 )
             except Tpu2EdgeError:
@@ -103,7 +104,6 @@ class TracedProgram:
                     do="check the sample's values, or give real --inputs",
                     place=blame.place_of_exception(err, self._eager),
                 ) from err
-            outputs = names.output_layout(result)
         expected = tuple(s.name for s in self.signature.outputs if s.name not in self.state)
         if outputs.names != expected:
             raise ExportError(
@@ -162,10 +162,68 @@ class TracedProgram:
         return tuple(out)
 
 
+#: Channels behind the other axes, by rank, and the way back.
+_LAST = {3: (0, 2, 1), 4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
+_FIRST = {3: (0, 2, 1), 4: (0, 3, 1, 2), 5: (0, 4, 1, 2, 3)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """Calls of forward on tensors as the file takes and gives them: some have channels last."""
+
+    inner: names.CallLayout
+    last_inputs: frozenset[str]
+    last_outputs: frozenset[str]
+
+    def to_file(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """forward's inputs as the file takes them."""
+        if unknown := sorted(self.last_inputs - set(self.inner.names)):
+            raise OptionError(
+                f"--channels-last names no input {unknown}", do=f"inputs: {list(self.inner.names)}"
+            )
+        return tuple(
+            _permuted(name, tensor, _LAST, "input") if name in self.last_inputs else tensor
+            for name, tensor in zip(self.inner.names, tensors, strict=True)
+        )
+
+    def call(self, forward: Any, tensors: tuple[torch.Tensor, ...]) -> names.OutputLayout:
+        """The outputs as the file gives them."""
+        own = tuple(
+            _permuted(name, tensor, _FIRST, "input") if name in self.last_inputs else tensor
+            for name, tensor in zip(self.inner.names, tensors, strict=True)
+        )
+        outputs = names.output_layout(self.inner.call(forward, own))
+        if not self.last_outputs:
+            return outputs
+        if unknown := sorted(self.last_outputs - set(outputs.names)):
+            raise OptionError(
+                f"--channels-last-output names no output {unknown}",
+                do=f"outputs: {list(outputs.names)}",
+            )
+        return replace(
+            outputs,
+            tensors=tuple(
+                _permuted(name, tensor, _LAST, "output") if name in self.last_outputs else tensor
+                for name, tensor in zip(outputs.names, outputs.tensors, strict=True)
+            ),
+        )
+
+
+def _permuted(
+    name: str, tensor: torch.Tensor, orders: Mapping[int, tuple[int, ...]], kind: str
+) -> torch.Tensor:
+    if tensor.dim() not in orders:
+        raise OptionError(
+            f"{kind} '{name}' has {tensor.dim()} axes, so it has no channels to be put last",
+            do="name inputs and outputs of 3 to 5 axes: batch, channels, and those of the image",
+        )
+    return tensor.permute(orders[tensor.dim()])
+
+
 class _Flat(nn.Module):
     """The module with tensors in and tensors out, so that a trace has nothing but tensors."""
 
-    def __init__(self, inner: nn.Module, layout: names.CallLayout) -> None:
+    def __init__(self, inner: nn.Module, layout: _Layout) -> None:
         super().__init__()
         self.inner = inner
         self.layout = layout
@@ -173,13 +231,12 @@ class _Flat(nn.Module):
         self.seen = _Seen()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        count = len(self.layout.names)
+        count = len(self.layout.inner.names)
         held = states.held(self.inner)
-        result, after = self.state.run(
+        outputs, after = self.state.run(
             lambda: self.layout.call(self.inner, tensors[:count]), tensors[count:]
         )
         self.seen.assigned = states.assigned(self.inner, held)
-        outputs = names.output_layout(result)
         self.seen.names, self.seen.left_out = outputs.names, outputs.left_out
         return (*outputs.tensors, *after)
 
@@ -198,8 +255,10 @@ def trace_module(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    dynamic: Mapping[str, Mapping[int, Dim]] | None = None,
+    dynamic: Mapping[str, Mapping[int, Any]] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
+    channels_last: Sequence[str] = (),
+    channels_last_output: Sequence[str] = (),
     signature_name: str = "serving_default",
 ) -> TracedProgram:
     """``module`` traced on the example inputs; the module and its random state stay as they were.
@@ -208,8 +267,12 @@ def trace_module(
         module: any torch module, on any device, in any mode (see prepare_module).
         args: example positional inputs.
         kwargs: example keyword inputs.
-        dynamic: for each input name, which axes may change between which sizes.
+        dynamic: for each input name, which axes may change between which sizes: Dim of this
+            package or torch.export.Dim.
         shapes: other shapes of inputs than the example's, which is repeated or cut along its axes.
+        channels_last: inputs that the file takes with channels last (NHWC); the example has them as
+            forward takes it. Axes of ``dynamic`` and ``shapes`` are those of the file.
+        channels_last_output: outputs that the file gives with channels last.
         signature_name: the name of the entry in the LiteRT file.
 
     Raises:
@@ -217,17 +280,22 @@ def trace_module(
         ModelSourceError: the example inputs do not fit forward.
         OptionError: ``dynamic`` names an unknown input or axis.
     """
+    dynamic = {name: _own_dims(name, axes) for name, axes in (dynamic or {}).items()}
     with keep_global_state():
         prepared = prepare_module(module)
-        layout = names.call_layout(prepared.module.forward, args, kwargs or {})
-        layout = replace(layout, tensors=_reshaped(layout, shapes or {}))
+        call = names.call_layout(prepared.module.forward, args, kwargs or {})
+        layout = _Layout(
+            inner=call,
+            last_inputs=frozenset(channels_last),
+            last_outputs=frozenset(channels_last_output),
+        )
+        given = _reshaped(call.names, layout.to_file(call.tensors), shapes or {})
         notes = list(prepared.notes)
         tensors = tuple(
-            _edge_input(name, tensor, notes)
-            for name, tensor in zip(layout.names, layout.tensors, strict=True)
+            _edge_input(name, tensor, notes) for name, tensor in zip(call.names, given, strict=True)
         )
-        symbols = _dynamic_shapes(layout.names, tensors, dynamic or {})
-        tensors = _roomy(tensors, layout.names, dynamic or {})
+        symbols = _dynamic_shapes(call.names, tensors, dynamic or {})
+        tensors = _roomy(tensors, call.names, dynamic or {})
         flat = _Flat(prepared.module, layout).eval()
         try:
             program = _export_with_state(flat, tensors, symbols, notes)
@@ -238,10 +306,10 @@ def trace_module(
             # traced as the module is, the program is widened as a whole afterwards.
             own = prepare_module(module, keep_half=True)
             flat = _Flat(own.module, layout).eval()
-            given = _roomy(layout.tensors, layout.names, dynamic or {})
+            given = _roomy(given, call.names, dynamic or {})
             given = tuple(t.detach().cpu() for t in given)
             program = _export_with_state(flat, given, symbols, notes)
-        carried = _state_names(flat, layout.names)
+        carried = _state_names(flat, call.names)
         tensors = (
             *tensors,
             *(
@@ -258,7 +326,7 @@ def trace_module(
         notes.append(Note(code="computed-in-float32", text=text + "what the file is compared with"))
     notes.extend(
         Note(code="baked-in", text=f"argument '{name}' is {value}: fixed in the file")
-        for name, value in layout.constants.items()
+        for name, value in call.constants.items()
         if value != "None"
     )
     if carried:
@@ -269,7 +337,7 @@ def trace_module(
         notes.append(Note(code="state", text=text))
     return _traced(
         program,
-        (*layout.names, *carried),
+        (*call.names, *carried),
         (*flat.seen.names, *carried),
         dynamic or {},
         signature_name,
@@ -335,17 +403,39 @@ def _edge_input(name: str, tensor: torch.Tensor, notes: list[Note]) -> torch.Ten
     return tensor
 
 
+def _own_dims(name: str, axes: Mapping[int, Any]) -> dict[int, Dim]:
+    """torch.export's dimensions as ours; each needs both ends, which are checked."""
+    own: dict[int, Dim] = {}
+    for axis, dim in axes.items():
+        low, high = getattr(dim, "min", None), getattr(dim, "max", None)
+        if low == 0:  # torch.export.Dim's own default; no runtime takes empty inputs
+            low = 1
+        if not isinstance(low, int) or not isinstance(high, int) or high >= _INT32.max:
+            raise OptionError(
+                f"the dynamic axis {axis} of input '{name}' has no largest size",
+                do=f'give both ends: torch.export.Dim("{name}_{axis}", min=1, max=8)',
+            )
+        if not 1 <= low <= high:
+            raise OptionError(
+                f"the dynamic axis {axis} of input '{name}' has no size from {low} to {high}"
+            )
+        own[axis] = dim if isinstance(dim, Dim) else Dim(name=f"{name}_{axis}", min=low, max=high)
+    return own
+
+
 def _reshaped(
-    layout: names.CallLayout, shapes: Mapping[str, Sequence[int]]
+    input_names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    shapes: Mapping[str, Sequence[int]],
 ) -> tuple[torch.Tensor, ...]:
     """The example in the shapes that are asked for."""
     for name in shapes:
-        if name not in layout.names:
+        if name not in input_names:
             raise OptionError(
-                f"--shapes names no input '{name}'", do=f"inputs: {list(layout.names)}"
+                f"--shapes names no input '{name}'", do=f"inputs: {list(input_names)}"
             )
     out: list[torch.Tensor] = []
-    for name, tensor in zip(layout.names, layout.tensors, strict=True):
+    for name, tensor in zip(input_names, tensors, strict=True):
         wanted = tuple(shapes.get(name, tensor.shape))
         if len(wanted) != tensor.dim() or (tensor.numel() == 0 and wanted != tensor.shape):
             raise OptionError(
@@ -409,11 +499,11 @@ def _export_with_state(
     flat: _Flat, tensors: tuple[torch.Tensor, ...], symbols: Any, notes: list[Note]
 ) -> ExportedProgram:
     """The traced program; buffers that it writes to have become further inputs and outputs."""
-    program = _export(flat, tensors, symbols)
+    program = _export(flat, tensors, symbols, flat.layout.inner.names)
     wrapper = "inner."
     for index in states.input_writes(program):
         text = (
-            f"forward writes to its input '{flat.layout.names[index]}': the file computes with the "
+            f"forward writes to its input '{flat.layout.inner.names[index]}': the file computes with the "
             "new values, but the caller's array stays as it was"
         )
         notes.append(Note(code="input-written", text=text))
@@ -449,7 +539,8 @@ def _export_given_state(
     initial = flat.state.initial()
     if symbols is not None:
         symbols = ((*symbols[0], *({} for _ in initial)),)
-    return _export(flat, (*tensors, *(value.clone() for value in initial)), symbols)
+    every = (*tensors, *(value.clone() for value in initial))
+    return _export(flat, every, symbols, flat.layout.inner.names)
 
 
 def _parameter_writes(program: ExportedProgram) -> ExportedProgram:
@@ -474,7 +565,10 @@ def _state_names(flat: _Flat, input_names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _export(
-    flat: _Flat, tensors: tuple[torch.Tensor, ...], shapes: tuple[tuple[dict[int, Any], ...]] | None
+    flat: _Flat,
+    tensors: tuple[torch.Tensor, ...],
+    shapes: tuple[tuple[dict[int, Any], ...]] | None,
+    input_names: tuple[str, ...],
 ) -> ExportedProgram:
     try:
         with torch.no_grad(), recurrent.quick_shapes():
@@ -482,10 +576,31 @@ def _export(
     except Tpu2EdgeError:
         raise
     except Exception as err:
-        raise _export_error(err, flat.inner, shapes is not None) from err
+        buckets = "" if shapes is None else _buckets(input_names, tensors, shapes[0])
+        raise _export_error(err, flat.inner, buckets) from err
 
 
-def _export_error(err: Exception, inner: nn.Module, dynamic: bool) -> ExportError:
+def _buckets(
+    input_names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    shapes: Sequence[Mapping[int, Any]],
+) -> str:
+    """The --shapes that have the ends of --dynamic."""
+    texts = []
+    for name, tensor, axes in zip(input_names, tensors, shapes, strict=True):
+        if axes:
+            ends = [
+                "x".join(
+                    str(getattr(axes[axis], end) if axis in axes else size)
+                    for axis, size in enumerate(tensor.shape)
+                )
+                for end in ("min", "max")
+            ]
+            texts.append(f"--shapes {name}={','.join(ends)}")
+    return " ".join(texts)
+
+
+def _export_error(err: Exception, inner: nn.Module, buckets: str) -> ExportError:
     text = str(err)
     place = blame.place_of_exception(err, inner)
     kind = type(err).__name__
@@ -503,10 +618,10 @@ def _export_error(err: Exception, inner: nn.Module, dynamic: bool) -> ExportErro
             do="feed the padded tensor to the recurrent layer, or export one length",
             place=place,
         )
-    if dynamic and kind in ("UserError", "ConstraintViolationError"):
+    if buckets and kind in ("UserError", "ConstraintViolationError"):
         return ExportError(
             f"the dynamic dimensions do not fit the model: {_first_lines(text)}",
-            do="correct --dynamic, or export several fixed shapes",
+            do=f"correct --dynamic, or export fixed sizes, which share the weights: {buckets}",
             place=place,
         )
     return ExportError(
@@ -538,7 +653,7 @@ def _traced(
     signature_name: str,
     notes: list[Note],
     eager: nn.Module | None,
-    layout: names.CallLayout,
+    layout: _Layout,
     tensors: tuple[torch.Tensor, ...],
     state: states.State,
     carried: Sequence[str],

@@ -57,8 +57,8 @@ class ErrorSplit:
     Two branches leave the oracle: ``tpu_db`` is reference - oracle (the TPU's own rounding; None
     when the reference is the eager module), and eager - oracle (``float32_db``), float ``.tflite``
     - eager (``conversion_db``), quantized - float ``.tflite`` (``quantization_db``; None for a float
-    model, and with the conversion in it where the float file's outputs are not known) lead to the file, which is ``edge_db`` away from the oracle. The smaller the number, the
-    larger the step.
+    model, and with the conversion in it where the float file's outputs are not known) lead to the
+    file, which is ``edge_db`` away from the oracle. The smaller the number, the larger the step.
     """
 
     float32_db: float

@@ -108,7 +108,7 @@ def _zeros_between(
     d: list[int],
     o: list[int],
     groups: int,
-) -> Tensor:
+) -> Any:
     dims = weight.dim() - 2
     for axis in range(dims):
         x = _spread(x, axis + 2, s[axis])

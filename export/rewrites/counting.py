@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 
 from tpu2edge.export.rewrites import native
 from tpu2edge.export.rewrites.indexing import static
 
-__all__ = ["DECOMPOSITIONS"]
+__all__ = ["DECOMPOSITIONS", "apply"]
 
 aten = torch.ops.aten
 
@@ -222,12 +223,31 @@ def _grouped_mm(
     return result if out_dtype is None else result.to(out_dtype)
 
 
-def grouped_mm_decompositions() -> dict[Any, Any]:
-    """The operators of grouped products that this torch, and a loaded transformers, have."""
-    found: dict[Any, Any] = {}
-    if hasattr(aten, "_grouped_mm"):
-        found[aten._grouped_mm.default] = _grouped_mm
-    return found
+@torch.library.custom_op("tpu2edge::grouped_mm", mutates_args=())
+def _grouped(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    result = x.new_zeros([x.shape[0], weight.shape[-1]])
+    start = 0
+    for matrix, end in zip(weight, offs.tolist(), strict=True):
+        result[start:end] = x[start:end] @ matrix
+        start = end
+    return result
+
+
+@_grouped.register_fake
+def _grouped_shape(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    return x.new_empty([x.shape[0], weight.shape[-1]])
+
+
+def apply(program: ExportedProgram) -> int:
+    """Name the grouped product of transformers, which is not there before it is imported."""
+    count = 0
+    for node in program.graph.nodes:
+        if str(node.target) == "transformers.grouped_mm_fallback.default":
+            node.target = torch.ops.tpu2edge.grouped_mm.default
+            count += 1
+    if count:
+        program.graph_module.recompile()
+    return count
 
 
 DECOMPOSITIONS: dict[Any, Any] = {
@@ -242,5 +262,6 @@ DECOMPOSITIONS: dict[Any, Any] = {
     aten.cumprod.default: _cumprod,
     aten.cumsum.default: _cumsum,
     aten.logcumsumexp.default: _logcumsumexp,
-    **grouped_mm_decompositions(),
+    aten._grouped_mm.default: _grouped_mm,
+    torch.ops.tpu2edge.grouped_mm.default: _grouped_mm,
 }

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
+from torch.export import ExportedProgram
 
 from tpu2edge.export.rewrites import native
 
-__all__ = ["DECOMPOSITIONS", "flat_index", "from_the_end"]
+__all__ = ["DECOMPOSITIONS", "flat_index", "from_the_end", "selected", "static"]
 
 aten = torch.ops.aten
 Index = torch.Tensor | None
@@ -150,12 +152,62 @@ def _as_strided_scatter(
     return native.gather(both, native.constant(reads), 0).reshape(x.shape)
 
 
+def selected(program: ExportedProgram) -> int:
+    """x[i] with i a tensor of one integer, which torch.export takes out of its tensor first."""
+    count = 0
+    for node in list(program.graph.nodes):
+        if node.target is not aten.select.int or not isinstance(node.args[2], fx.Node):
+            continue
+        item = node.args[2]
+        if item.target not in (aten.item.default, aten._local_scalar_dense.default):
+            continue
+        x, dim, index = node.args[0], node.args[1], item.args[0]
+        with node.graph.inserting_before(node):
+            new = node.graph.call_function(_at, (x, index, dim))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        node.graph.erase_node(node)
+        for check in [user for user in item.users if user.op == "call_function"]:
+            for assertion in list(check.users):
+                if assertion.target is aten._assert_scalar.default:
+                    node.graph.erase_node(assertion)
+            if not check.users and not check.is_impure():
+                node.graph.erase_node(check)
+        if not item.users:
+            node.graph.erase_node(item)
+        count += 1
+    if count:
+        program.graph_module.recompile()
+    return count
+
+
+@torch.library.custom_op("tpu2edge::at", mutates_args=())
+def _at_op(x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.select(dim, int(index)).clone()
+
+
+@_at_op.register_fake
+def _at_shape(x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
+    shape = list(x.shape)
+    del shape[dim]
+    return x.new_empty(shape)
+
+
+_at: Any = torch.ops.tpu2edge.at.default
+
+
+def _gather_at(x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
+    place = from_the_end(index.reshape(()), x.shape[dim])
+    return native.gather(x, place, dim)
+
+
 DECOMPOSITIONS: dict[Any, Any] = {
     aten.index.Tensor: _index,
     aten._unsafe_index.Tensor: _index,
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,
     aten.take.default: _take,
+    _at: _gather_at,
     aten.tril_indices.default: _triangle("tril"),
     aten.triu_indices.default: _triangle("triu"),
     aten.as_strided_scatter.default: _as_strided_scatter,

@@ -120,12 +120,21 @@ def _pair(x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
 
 def _floor_divide(x: Any, y: Any) -> Any:
     found = _native("floor_div", x, y)
-    return aten.div.Tensor_mode(x, y, rounding_mode="floor") if found is NotImplemented else found
+    if found is NotImplemented:
+        x, y = _floats(x, y)
+        return NotImplemented if x is None else native.divide("floor_div", x, y)
+    return found
 
 
-def _floor_divide_scalar(x: torch.Tensor, y: Any) -> Any:
-    found = _native("floor_div", x, y)
-    return aten.div.Scalar_mode(x, y, rounding_mode="floor") if found is NotImplemented else found
+def _floats(x: Any, y: Any) -> tuple[Any, Any]:
+    """Both as float32 tensors, None where the result is of another type."""
+    if torch.result_type(x, y) is not torch.float32:
+        return None, None
+    if not isinstance(x, torch.Tensor):
+        x = torch.full((), x, dtype=torch.float32)
+    if not isinstance(y, torch.Tensor):
+        y = torch.full((), y, dtype=torch.float32)
+    return x.to(torch.float32), y.to(torch.float32)
 
 
 def _remainder(x: Any, y: Any) -> Any:
@@ -149,7 +158,7 @@ def _native(name: str, x: Any, y: Any) -> Any:
 def _div_mode(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
     if rounding_mode is None:
         return NotImplemented
-    return _native("floor_div" if rounding_mode == "floor" else "div", x, y)
+    return _floor_divide(x, y) if rounding_mode == "floor" else _native("div", x, y)
 
 
 # ----------------------------------------------------------------------------------------- products
@@ -209,7 +218,8 @@ def _xor(x: Any, y: Any) -> Any:
         isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
     ):
         return NotImplemented
-    x, y = torch.broadcast_tensors(*(value.to(torch.int32) for value in given))
+    shape = native.shared_shape(*(value.shape for value in given))
+    x, y = (value.to(torch.int32).expand(shape) for value in given)
     return aten.bitwise_xor.Tensor(x, y).to(dtype)
 
 
@@ -263,7 +273,7 @@ DECOMPOSITIONS: dict[Any, Any] = {
     aten.pow.Tensor_Tensor: _pow_tensors,
     aten.pow.Scalar: _pow_scalar_base,
     aten.floor_divide.default: _floor_divide,
-    aten.floor_divide.Scalar: _floor_divide_scalar,
+    aten.floor_divide.Scalar: _floor_divide,
     aten.div.Tensor_mode: _div_mode,
     aten.div.Scalar_mode: _div_mode,
     aten.remainder.Tensor: _remainder,

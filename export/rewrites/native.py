@@ -16,13 +16,25 @@ import torch
 __all__ = [
     "broadcast_to",
     "constant",
+    "divide",
     "gather",
     "int32",
     "register",
     "scatter_nd",
+    "shared_shape",
     "top_k",
     "transpose",
 ]
+
+
+def shared_shape(*shapes: Sequence[int]) -> list[int]:
+    """The shape that tensors of ``shapes`` are broadcast to."""
+    rank = max(len(shape) for shape in shapes)
+    result = [1] * rank
+    for shape in shapes:
+        for place, size in enumerate(shape, rank - len(shape)):
+            result[place] = size if size != 1 else result[place]
+    return result
 
 
 @torch.library.custom_op("tpu2edge::gather", mutates_args=())
@@ -89,26 +101,26 @@ def _broadcast_to_shape(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return x.new_empty(list(shape))
 
 
-@torch.library.custom_op("tpu2edge::int32_div", mutates_args=())
-def _int32_div(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("tpu2edge::div", mutates_args=())
+def _div(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.div(x, y, rounding_mode="trunc")
 
 
-@torch.library.custom_op("tpu2edge::int32_floor_div", mutates_args=())
-def _int32_floor_div(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("tpu2edge::floor_div", mutates_args=())
+def _floor_div(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.div(x, y, rounding_mode="floor")
 
 
-@torch.library.custom_op("tpu2edge::int32_floor_mod", mutates_args=())
-def _int32_floor_mod(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("tpu2edge::floor_mod", mutates_args=())
+def _floor_mod(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.remainder(x, y)
 
 
-@_int32_div.register_fake
-@_int32_floor_div.register_fake
-@_int32_floor_mod.register_fake
-def _int32_shape(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(torch.broadcast_shapes(x.shape, y.shape))
+@_div.register_fake
+@_floor_div.register_fake
+@_floor_mod.register_fake
+def _quotient_shape(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(shared_shape(x.shape, y.shape))
 
 
 @torch.library.custom_op("tpu2edge::constant", mutates_args=())
@@ -150,12 +162,18 @@ def top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def int32(name: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """``div`` (towards zero), ``floor_div`` or ``floor_mod`` of int32 tensors."""
-    op = getattr(_OPS, f"int32_{name}").default
-    x, y = x.to(torch.int32), y.to(torch.int32)
+    """``div`` (towards zero), ``floor_div`` or ``floor_mod`` of tensors as int32."""
+    return divide(name, x.to(torch.int32), y.to(torch.int32))
+
+
+def divide(name: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The same of two int32 or two float32 tensors (``div``: int32 only)."""
+    op = getattr(_OPS, name).default
     if max(x.dim(), y.dim()) <= 4:
-        return op(x, y)
-    x, y = torch.broadcast_tensors(x, y)  # the kernels broadcast up to rank 4
+        direct: torch.Tensor = op(x, y)
+        return direct
+    shape = shared_shape(x.shape, y.shape)  # the kernels broadcast up to rank 4
+    x, y = x.expand(shape), y.expand(shape)
     result: torch.Tensor = op(x.reshape(-1), y.reshape(-1)).reshape(x.shape)
     return result
 
@@ -220,7 +238,7 @@ def register() -> None:
         return lower
 
     for name in ("div", "floor_div", "floor_mod"):
-        registry.lower(getattr(_OPS, f"int32_{name}").default)(binary(name))
+        registry.lower(getattr(_OPS, name).default)(binary(name))
     for name, function in {
         "constant": lower_constant,
         "gather": lower_gather,

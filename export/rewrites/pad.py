@@ -99,8 +99,8 @@ _MODES = {"reflect": _reflect, "replicate": _replicate, "circular": _circular}
 def _pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
     if mode not in _MODES:
         return aten.constant_pad_nd.default(x, pad, 0 if value is None else value)
-    flat = mode == "reflect" and x.dim() == 4 and len(pad) == 4 and min(pad) >= 0
-    if flat and x.dtype is torch.float32 and max(pad) > 0:
+    plane = x.dim() == 4 and len(pad) == 4 and x.dtype is torch.float32
+    if mode == "reflect" and plane and min(pad) >= 0:
         return aten.reflection_pad2d.default(x, pad)  # MIRROR_PAD
     return _MODES[mode](x, pad)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,18 +104,10 @@ def _average(
     # Beyond the padding at the end, where ceil_mode lets windows reach.
     extra = [max(0, (outs[i] - 1) * s[i] + k[i] - sizes[i] - 2 * p[i]) for i in range(dims)]
     counts = [_counts(sizes[i], outs[i], k[i], s[i], p[i], include) for i in range(dims)]
-    factor = torch.ones(())
-    if override is not None:
-        factor = torch.tensor(math.prod(k) / override)
-    elif any(one != k[i] for i in range(dims) for one in counts[i]):
-        divisor = torch.ones(())
-        for axis, one in enumerate(counts):
-            shape = [1] * dims
-            shape[axis] = -1
-            divisor = divisor * torch.tensor(one, dtype=torch.float64).reshape(shape)
-        factor = math.prod(k) / divisor
-    plain = factor.dim() == 0 and float(factor) == 1.0 and not any(extra)
-    if plain and dims < 3 and batched:
+    cut = override is None and any(one != k[i] for i in range(dims) for one in counts[i])
+    factor = 1.0 if override is None else math.prod(k) / override
+    # Not with ceil_mode: the converter may make a negative pad of it.
+    if factor == 1.0 and not cut and not ceil and dims < 3 and batched:
         return NotImplemented
     if any(p) or any(extra):
         pads: list[int] = []
@@ -122,9 +115,18 @@ def _average(
             pads = [p[axis], p[axis] + extra[axis], *pads]
         x = torch.nn.functional.pad(x, pads)
     y = _mean(x, k, s, outs)
-    if factor.dim() == 0:
-        return y if float(factor) == 1.0 else y * float(factor)
-    return y * const(factor.to(x.dtype))
+    if cut:
+        return y * const(lambda: _correction(k, counts).to(x.dtype))
+    return y if factor == 1.0 else y * factor
+
+
+def _correction(k: list[int], counts: list[list[int]]) -> Tensor:
+    divisor = torch.ones((), dtype=torch.float64)
+    for axis, one in enumerate(counts):
+        shape = [1] * len(k)
+        shape[axis] = -1
+        divisor = divisor * torch.tensor(one, dtype=torch.float64).reshape(shape)
+    return math.prod(k) / divisor
 
 
 def _counts(size: int, outs: int, k: int, s: int, p: int, include: bool) -> list[int]:
@@ -133,7 +135,7 @@ def _counts(size: int, outs: int, k: int, s: int, p: int, include: bool) -> list
     return [min(start + k, high) - max(start, low) for start in starts]
 
 
-def _mean(x: Tensor, k: list[int], s: list[int], outs: list[int]) -> Tensor:
+def _mean(x: Tensor, k: list[int], s: list[int], outs: list[int]) -> Any:
     """Averages of whole windows, without padding."""
     lead, sizes = list(x.shape[:2]), list(x.shape[2:])
     if len(k) == 1:
@@ -163,11 +165,15 @@ def _adaptive_average(
         return _mean(x, k, k, outs)
     for axis, (size, out) in enumerate(zip(sizes, outs, strict=True)):
         if size != out:
-            matrix = torch.zeros(out, size, dtype=torch.float64)
-            for row, (start, stop) in enumerate(_regions(size, out)):
-                matrix[row, start:stop] = 1 / (stop - start)
-            x = along(x, axis + 2, const(matrix.to(x.dtype)))
+            x = along(x, axis + 2, const(partial(_averages, size, out)))
     return x
+
+
+def _averages(size: int, out: int) -> Tensor:
+    matrix = torch.zeros(out, size, dtype=torch.float64)
+    for row, (start, stop) in enumerate(_regions(size, out)):
+        matrix[row, start:stop] = 1 / (stop - start)
+    return matrix.to(torch.float32)
 
 
 def _regions(size: int, out: int) -> list[tuple[int, int]]:
@@ -206,18 +212,10 @@ def _maximum(
     where: Any = None
     for offset in itertools.product(*(range(one) for one in k)):
         part = wide
-        positions = torch.zeros((), dtype=torch.int64)
-        inside = torch.ones((), dtype=torch.bool)
         for axis in range(dims):
-            start = offset[axis] * d[axis]
-            part = _strided(part, axis + 2, start, s[axis], outs[axis])
-            place = torch.arange(outs[axis]) * s[axis] + start - p[axis]
-            shape = [1] * dims
-            shape[axis] = -1
-            place = place.reshape(shape)
-            positions = positions * sizes[axis] + place.clamp(0, sizes[axis] - 1)
-            inside = inside & (place >= 0) & (place < sizes[axis])
-        index = const(positions.expand(outs).to(torch.int32))
+            part = _strided(part, axis + 2, offset[axis] * d[axis], s[axis], outs[axis])
+        starts = [offset[axis] * d[axis] - p[axis] for axis in range(dims)]
+        index = const(partial(_positions, starts, s, outs, sizes))
         if best is None:
             best, where = part, index.expand(part.shape)
         else:
@@ -227,15 +225,26 @@ def _maximum(
     return best, where.to(torch.int64)
 
 
+def _positions(starts: list[int], s: list[int], outs: list[int], sizes: list[int]) -> Tensor:
+    """The place in the flattened input of each window's value at one offset."""
+    total = torch.zeros((), dtype=torch.int64)
+    for axis, start in enumerate(starts):
+        shape = [1] * len(outs)
+        shape[axis] = -1
+        place = (torch.arange(outs[axis]) * s[axis] + start).clamp(0, sizes[axis] - 1)
+        total = total * sizes[axis] + place.reshape(shape)
+    return total.expand(outs).to(torch.int32)
+
+
 def _unused(like: Tensor) -> Tensor:
     return torch.zeros_like(like, dtype=torch.int64)
 
 
-def _strided(x: Tensor, axis: int, start: int, step: int, count: int) -> Tensor:
+def _strided(x: Tensor, axis: int, start: int, step: int, count: int) -> Any:
     return aten.slice.Tensor(x, axis, start, start + step * (count - 1) + 1, step)
 
 
-def _axis_maximum(x: Tensor, axis: int, k: int, s: int, d: int, out: int) -> Tensor:
+def _axis_maximum(x: Tensor, axis: int, k: int, s: int, d: int, out: int) -> Any:
     result: Any = None
     for i in range(k):
         part = _strided(x, axis, i * d, s, out)

@@ -7,13 +7,13 @@ RESIZE_BILINEAR stays where it is the same: it knows the sizes, but not a given 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tpu2edge.export.rewrites.pooling import along
 from tpu2edge.export.rewrites.splice import Const, arguments, is_dynamic, splice
@@ -59,8 +59,10 @@ def _function(node: Node) -> Callable[..., Any]:
             return NotImplemented
         for axis in range(dims):
             if sizes[axis] != outs[axis] or not exact:
-                matrix = _matrix(op, dims, axis, sizes[axis], outs[axis], corners, scales[axis])
-                x = along(x, axis + 2, const(matrix))
+                make = partial(
+                    _matrix, op, dims, axis, sizes[axis], outs[axis], corners, scales[axis]
+                )
+                x = along(x, axis + 2, const(make))
         return x
 
     return function
@@ -77,19 +79,19 @@ def _matrix(
     op: Any, dims: int, axis: int, size: int, out: int, corners: bool, scale: float | None
 ) -> Tensor:
     """(outputs, inputs): what ``op`` does along one axis; computed in float64, rounded once."""
-    ones: Sequence[int] = [1] * dims
-    with _disable_current_modes():
-        columns = torch.eye(size, dtype=torch.float64)
-        shape = [1, size, *ones]
-        shape[2 + axis] = size
-        sizes = list(ones)
-        sizes[axis] = out
-        name = op._schema.name.split("::")[1]
-        direct = getattr(aten, name).default
-        given: list[float | None] = [None] * dims
-        given[axis] = scale
-        rows = direct(columns.reshape(shape), sizes, corners, *given)
-        return rows.reshape(size, out).t().to(torch.float32).contiguous()
+    # Two equal lines along the other axes: torch's antialiasing is wrong where there is only one.
+    shape, sizes = [size, 1, *[1] * dims], [2] * dims
+    shape[2 + axis], sizes[axis] = size, out
+    lines = torch.eye(size, dtype=torch.float64).reshape(shape)
+    lines = lines.expand(size, 1, *(size if i == axis else 2 for i in range(dims))).contiguous()
+    scales: list[float | None] = [None] * dims
+    scales[axis] = scale
+    direct = getattr(aten, op._schema.name.split("::")[1]).default
+    rows: Tensor = direct(lines, sizes, corners, *scales)
+    for other in reversed(range(dims)):
+        if other != axis:
+            rows = rows.select(2 + other, 0)
+    return rows.reshape(size, out).t().to(torch.float32)
 
 
 _BILINEAR = (aten.upsample_bilinear2d.vec, aten.upsample_bilinear2d.default)

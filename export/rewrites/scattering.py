@@ -319,7 +319,7 @@ def _index_put(
     rest = [axis for axis in range(x.dim()) if axis not in where]
     together = where[-1] - where[0] + 1 == len(where)
     lead = where[0] if together else 0  # axes before the indexed ones, in the shape of the values
-    shape = torch.broadcast_shapes(*(index.shape for index in given))
+    shape = native.shared_shape(*(index.shape for index in given))
     rest_shape = [x.shape[axis] for axis in rest]
     full = [*rest_shape[:lead], *shape, *rest_shape[lead:]]
     rows = values.to(x.dtype).expand(full)
@@ -341,7 +341,7 @@ def _index_put(
 def _masked_put(
     x: torch.Tensor, indices: Sequence[Index], values: torch.Tensor, accumulate: bool
 ) -> Any:
-    """One mask, and values whose count does not hang on the mask."""
+    """One mask, and one value for all of its hits, or one for each."""
     given = [(axis, index) for axis, index in enumerate(indices) if index is not None]
     if len(given) != 1:
         return _masks_and_numbers(x, indices, values, accumulate)
@@ -351,13 +351,27 @@ def _masked_put(
     # The values have the shape (…, number of hits, behind…): only one for all hits will do.
     if values.dim() > behind:
         if values.shape[values.dim() - 1 - behind] != 1:
-            return NotImplemented
+            return _in_turn(x, lead, mask, values, accumulate)
         front = values.shape[: values.dim() - 1 - behind]
         tail = values.shape[values.dim() - behind :]
         values = values.reshape([*front, *([1] * mask.dim()), *tail])
     mask = mask.reshape([*mask.shape, *([1] * behind)])
     values = values.to(x.dtype)
     return torch.where(mask, x + values if accumulate else values, x)
+
+
+def _in_turn(
+    x: torch.Tensor, lead: int, mask: torch.Tensor, values: torch.Tensor, accumulate: bool
+) -> torch.Tensor:
+    """The n-th hit of the mask takes the n-th slice of the values."""
+    behind = x.dim() - lead - mask.dim()
+    axis = values.dim() - 1 - behind
+    turn = mask.reshape(-1).to(torch.int32).cumsum(0, dtype=torch.int32) - 1
+    turn = turn.clamp(0, values.shape[axis] - 1)
+    picked = native.gather(values.to(x.dtype), turn, axis)
+    picked = picked.reshape([*picked.shape[:axis], *mask.shape, *picked.shape[axis + 1 :]])
+    mask = mask.reshape([*mask.shape, *([1] * behind)])
+    return torch.where(mask, x + picked if accumulate else picked, x)
 
 
 def _masks_and_numbers(
@@ -401,7 +415,7 @@ def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -
     """The n-th hit of the mask takes the n-th number of the source."""
     if not static(*x.shape, *mask.shape, *source.shape):
         return NotImplemented
-    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    shape = native.shared_shape(x.shape, mask.shape)
     x, mask = x.expand(shape), mask.expand(shape)
     turn = mask.reshape(-1).to(torch.int32).cumsum(0, dtype=torch.int32) - 1
     turn = turn.clamp(0, source.numel() - 1)

@@ -101,6 +101,31 @@ def _median(x: torch.Tensor) -> Any:
     return found if found is NotImplemented else found[0]
 
 
+def _nanmedian_dim(x: torch.Tensor, dim: int = -1, keepdim: bool = False) -> Any:
+    """The lower median of what is a number; NaN where nothing is."""
+    if not x.is_floating_point():
+        return _median_dim(x, dim, keepdim)
+    if x.dim() == 0:
+        return x.clone(), torch.zeros((), dtype=torch.int64)
+    if not isinstance(x.shape[dim], int):
+        return NotImplemented
+    missing = x != x
+    values, indices = ordered(
+        torch.where(missing, float("inf"), x), x.shape[dim], dim, descending=False
+    )
+    count = (~missing).to(torch.int32).sum(dim, keepdim=True, dtype=torch.int32)
+    place = native.int32("floor_div", (count - 1).clamp(min=0), torch.full_like(count, 2))
+    place = place.to(torch.int64)
+    value, index = aten.gather.default(values, dim, place), aten.gather.default(indices, dim, place)
+    value = torch.where(count == 0, float("nan"), value)
+    return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
+
+
+def _nanmedian(x: torch.Tensor) -> Any:
+    found = _nanmedian_dim(x.reshape(-1), 0)
+    return found if found is NotImplemented else found[0]
+
+
 def _mode(x: torch.Tensor, dim: int = -1, keepdim: bool = False) -> Any:
     """The smallest of the most frequent values, and its last index."""
     if x.dim() == 0:
@@ -130,5 +155,7 @@ DECOMPOSITIONS: dict[Any, Any] = {
     aten.kthvalue.default: _kthvalue,
     aten.median.default: _median,
     aten.median.dim: _median_dim,
+    aten.nanmedian.default: _nanmedian,
+    aten.nanmedian.dim: _nanmedian_dim,
     aten.mode.default: _mode,
 }

@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Const", "add_constant", "apply_table", "arguments", "is_dynamic", "splice"]
+__all__ = ["Const", "add_constant", "apply_table", "arguments", "is_dynamic", "splice", "trace_in"]
 
-#: Given to a spliced function: takes a real tensor, gives what stands for it in the program.
-Const = Callable[[torch.Tensor], torch.Tensor]
+#: Given to a spliced function: takes what computes a real tensor (outside of the trace), gives what
+#: stands for that tensor in the program.
+Const = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 _META = ("nn_module_stack", "stack_trace", "from_node", "source_fn_stack")
 _PREFIX = "rewritten"
@@ -50,40 +52,70 @@ def splice(program: ExportedProgram, node: fx.Node, function: Callable[..., Any]
 
     The function must give as many tensors, of the same sizes and types, as the call.
     """
-    sources: list[fx.Node] = []
-    map_arg((node.args, node.kwargs), lambda n: sources.append(n) if n not in sources else n)
-    values = [source.meta["val"] for source in sources]
+    result = trace_in(program, node, function)
+    if result is NotImplemented:
+        return False
+    if isinstance(result, (list, tuple)):
+        for user in list(node.users):
+            user.replace_all_uses_with(result[user.args[1]])  # type: ignore[index]
+            program.graph.erase_node(user)
+    else:
+        node.replace_all_uses_with(result)
+    program.graph.erase_node(node)
+    return True
 
-    def called(const: Const, given: Sequence[Any]) -> Any:
-        known = dict(zip(sources, given, strict=True))
-        args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+
+def trace_in(
+    program: ExportedProgram,
+    node: fx.Node,
+    function: Callable[..., Any],
+    stand_in: Callable[[fx.Node, Callable[[fx.Node], Any]], Any] | None = None,
+) -> Any:
+    """The nodes of ``function(const, *args, **kwargs)``, traced in before ``node``.
+
+    ``stand_in(argument, value_of)`` gives what the function gets for a node among the arguments,
+    from the values of other nodes.
+    """
+    sources: list[fx.Node] = []
+
+    def source(item: fx.Node) -> Any:
+        if item not in sources:
+            sources.append(item)
+        return item.meta["val"]
+
+    def called(const: Const, value: Callable[[fx.Node], Any]) -> Any:
+        def given(item: fx.Node) -> Any:
+            return value(item) if stand_in is None else stand_in(item, value)
+
+        args, kwargs = map_arg((node.args, node.kwargs), given)
         return function(const, *args, **kwargs)
 
     mode = _mode(program)
     constants: list[torch.Tensor] = []
 
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
+    def collect(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        with _disable_current_modes():
+            tensor = make().detach().contiguous()
         constants.append(tensor)
-        return mode.from_tensor(tensor)
+        return mode.from_tensor(tensor, static_shapes=True)
 
     with mode, torch.no_grad():
-        result = called(collect, values)
+        result = called(collect, source)
     if result is NotImplemented:
-        return False
-    held = [add_constant(program, tensor) for tensor in constants]
-    inputs = [*sources, *held]
+        return NotImplemented
+    inputs = [*sources, *(add_constant(program, tensor) for tensor in constants)]
 
     def traced(*given: Any) -> Any:
+        known = dict(zip(sources, given, strict=False))
         rest = iter(given[len(sources) :])
-        return called(lambda _: next(rest), given[: len(sources)])
+        return called(lambda _: next(rest), known.__getitem__)
 
     with mode, torch.no_grad():
-        graph = make_fx(traced, pre_dispatch=True)(*[n.meta["val"] for n in inputs]).graph
-    _inline(program.graph, node, graph, inputs)
-    return True
+        part = make_fx(traced, pre_dispatch=True)(*[n.meta["val"] for n in inputs]).graph
+    return _inline(program.graph, node, part, inputs)
 
 
-def _inline(graph: fx.Graph, node: fx.Node, part: fx.Graph, inputs: Sequence[fx.Node]) -> None:
+def _inline(graph: fx.Graph, node: fx.Node, part: fx.Graph, inputs: Sequence[fx.Node]) -> Any:
     new: dict[fx.Node, Any] = {}
     rest = iter(inputs)
     result: Any = None
@@ -99,13 +131,7 @@ def _inline(graph: fx.Graph, node: fx.Node, part: fx.Graph, inputs: Sequence[fx.
                     new[item].meta.pop(key, None)
                     if key in node.meta:
                         new[item].meta[key] = node.meta[key]
-    if isinstance(result, (list, tuple)):
-        for user in list(node.users):
-            user.replace_all_uses_with(result[user.args[1]])  # type: ignore[index]
-            graph.erase_node(user)
-    else:
-        node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    return result
 
 
 def add_constant(program: ExportedProgram, tensor: torch.Tensor) -> fx.Node:
@@ -117,7 +143,8 @@ def add_constant(program: ExportedProgram, tensor: torch.Tensor) -> fx.Node:
             known = program.constants[spec.target]
             assert isinstance(known, torch.Tensor)
             if known.dtype == tensor.dtype and torch.equal(known, tensor):
-                return placeholder
+                found: fx.Node = placeholder
+                return found
     # Constants stand before the inputs of the user.
     index = next(
         (i for i, spec in enumerate(specs) if spec.kind is InputKind.USER_INPUT), len(specs)
@@ -129,10 +156,9 @@ def add_constant(program: ExportedProgram, tensor: torch.Tensor) -> fx.Node:
         else next(n for n in program.graph.nodes if n.op != "placeholder")
     )
     with program.graph.inserting_before(before):
-        node = program.graph.placeholder(name)
-    with unset_fake_temporarily():
-        value = tensor.detach().contiguous().clone()
-    node.meta["val"] = _mode(program).from_tensor(value)
+        node: fx.Node = program.graph.placeholder(name)
+    value = tensor.detach().contiguous().clone()
+    node.meta["val"] = _mode(program).from_tensor(value, static_shapes=True)
     program.constants[name] = value
     specs.insert(
         index,
@@ -163,7 +189,7 @@ def _mode(program: ExportedProgram) -> FakeTensorMode:
 
 
 def is_dynamic(node: fx.Node) -> bool:
-    """Whether the node, or one that it reads, has a size that is known only at run time."""
+    """Whether a size of the result or of an argument is known only when the model runs."""
     for item in (node, *node.all_input_nodes):
         value = item.meta.get("val")
         for one in value if isinstance(value, (list, tuple)) else (value,):

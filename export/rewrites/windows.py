@@ -94,7 +94,7 @@ def _col2im(
     rows = (h + 2 * ph - dh * (kh - 1) - 1) // sh + 1
     columns = (w + 2 * pw - dw * (kw - 1) - 1) // sw + 1
     lead = [*x.shape[:-2], x.shape[-2] // (kh * kw)]
-    kernel = const(torch.eye(kh * kw).reshape(kh * kw, 1, kh, kw))
+    kernel = const(lambda: torch.eye(kh * kw).reshape(kh * kw, 1, kh, kw))
     folded = functional.conv_transpose2d(
         x.reshape(math.prod(lead), kh * kw, rows, columns),
         kernel,
@@ -142,4 +142,4 @@ DECOMPOSITIONS: dict[Any, Any] = {
     aten.flip.default: _flip,
     aten.repeat.default: _repeat,
 }
-SPLICES = {aten.col2im.default: _col2im}
+SPLICES: dict[Any, Any] = {aten.col2im.default: _col2im}

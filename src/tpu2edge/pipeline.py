@@ -174,7 +174,7 @@ def export_model(
     reference: Reference | Path | str = "eager",
     samples: Sequence[Sample | Mapping[str, Any]] | None = None,
     num_samples: int = 8,
-    dynamic: Mapping[str, Mapping[int, Dim]] | None = None,
+    dynamic: Mapping[str, Mapping[int, Dim | torch.export.Dim]] | None = None,
     shapes: Mapping[str, Sequence[Sequence[int]]] | None = None,
     signature_name: str = "serving_default",
     devices: Sequence[str] = ("host",),
@@ -207,7 +207,8 @@ def export_model(
             variations of it, and the report says that the data is synthetic. With several
             signatures each sample goes to those whose inputs it fits.
         num_samples: how many synthetic samples.
-        dynamic: for each input name, which axes may change, e.g. ``{"x": {0: Dim(...)}}``.
+        dynamic: for each input name, which axes may change, e.g. ``{"x": {0: Dim(...)}}``, with
+            this package's Dim or torch.export.Dim; both ends and a size between are checked.
         shapes: for input names, several shapes each, ``{"x": [(1, 3, 8, 8), (4, 3, 8, 8)]}``: one
             signature for each, the k-th shapes of all inputs together. The first is called
             ``signature_name``, others have their shapes behind it, ``serving_default_4x3x8x8``.
@@ -374,7 +375,7 @@ def _is_program(target: Any) -> bool:
 
 def _trace(
     entries: _Entries,
-    dynamic: Mapping[str, Mapping[int, Dim]] | None,
+    dynamic: Mapping[str, Mapping[int, Any]] | None,
     shapes: Mapping[str, Sequence[Sequence[int]]] | None,
     several: bool,
 ) -> list[TracedProgram]:

@@ -287,3 +287,157 @@ _case(
     (2, 5, 8),
     {0: B, 1: S},
 )
+
+
+class _Decoder(nn.Module):
+    """A small language model as it is usually written: embeddings, mask, blocks with two heads."""
+
+    def __init__(self, d: int = 16, words: int = 20, longest: int = 32) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, d), nn.Embedding(longest, d)
+        self.norm, self.last = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.mlp = nn.Sequential(nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d))
+        self.head = nn.Linear(d, words, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s = x.shape
+        h = self.words(x) + self.places(torch.arange(s, device=x.device))[None]
+        d = h.shape[-1]
+        q, k, v = self.qkv(self.norm(h)).view(b, s, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
+        mask = torch.full((s, s), float("-inf"), device=x.device).triu(1)
+        scores = (q @ k.transpose(-1, -2)) / (d // 2) ** 0.5 + mask
+        h = h + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, d))
+        return self.head(self.last(h + self.mlp(h)))
+
+
+_case("decoder", lambda x, f: f(x), (2, 5), {0: B, 1: S}, integers=20, f=_Decoder)
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.body = nn.Conv2d(8, 8, 3, padding=1)
+        self.gate = nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.stem(x))), 2)
+        x = x + F.hardswish(self.body(x))
+        x = x * torch.sigmoid(self.gate(x.mean((2, 3), keepdim=True)))
+        up = F.interpolate(x, size=(8, 8), mode="bilinear", align_corners=False)
+        return self.head(torch.cat([x.flatten(2), up.flatten(2)], 2).mean(2))
+
+
+_case("residual", lambda x, f: f(x), (2, 3, 16, 16), {0: B}, f=_Residual)
+_case(
+    "conv_relu6_prelu",
+    lambda x, c, p: p(F.relu6(c(x))),
+    (2, 3, 8, 8),
+    {0: B},
+    c=lambda: nn.Conv2d(3, 4, 3, dilation=2),
+    p=lambda: nn.PReLU(4),
+)
+_case(
+    "conv_grouped",
+    lambda x, c: c(x),
+    (2, 4, 8, 8),
+    {0: B},
+    c=lambda: nn.Conv2d(4, 6, 3, groups=2, padding="same"),
+)
+_case(
+    "conv_sizes_strided",
+    lambda x, c: c(x).flatten(2).mean(2),
+    (2, 3, 9, 9),
+    {0: B, 2: (6, 16), 3: (6, 16)},
+    c=lambda: nn.Conv2d(3, 4, 3, stride=2, padding=1),
+)
+_case("pool_sizes", lambda x: F.max_pool2d(x, 2), (2, 3, 8, 8), {2: (4, 16)})
+_case("avg_pool_pad", lambda x: F.avg_pool2d(x, 3, 2, 1), (2, 3, 8, 8), {0: B})
+_case(
+    "weight_norm",
+    lambda x, c: c(x),
+    (2, 4, 9),
+    {0: B, 2: (3, 32)},
+    c=lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 6, 3)),
+)
+_case(
+    "self_reshape",
+    lambda x: (
+        x[:, None].squeeze(1)
+        + x.reshape(x.shape[0], x.shape[1], 2, 4).reshape(x.shape[0], x.shape[1], 8)
+    ),
+    (2, 5, 8),
+    {0: B, 1: S},
+)
+_case(
+    "gru_free_scan",
+    lambda x: torch.cat([x[:, :1], x[:, :-1]], 1).cumsum(1).tanh(),
+    (2, 5, 8),
+    {0: B, 1: S},
+)
+_case(
+    "log_sum_exp",
+    lambda x: x.logsumexp(-1) + x.norm(dim=-1) + x.abs().amax(-1),
+    (2, 5, 8),
+    {0: B, 1: S},
+)
+_case(
+    "softplus_elu",
+    lambda x: F.softplus(x) + F.elu(x) + F.leaky_relu(x) + F.mish(x),
+    (2, 5, 8),
+    {0: B, 1: S},
+)
+_case(
+    "powers",
+    lambda x: x**2 + x.abs() ** 1.5 + x.abs().sqrt() + x.square() + 1 / (x.abs() + 1),
+    (2, 5),
+    {0: B, 1: S},
+)
+_case(
+    "int_math",
+    lambda x: (x * 3 + 1) // 2 - x % 3 + (x - 10) // 4,
+    (2, 5),
+    {0: B, 1: S},
+    integers=20,
+)
+_case("bool_ops", lambda x: ((x > 0) & ~(x > 1)) | (x < -1), (2, 5), {0: B, 1: S})
+_case(
+    "minus_index", lambda x: torch.stack([x[:, -1], x[:, -2], x[:, 0]], 1), (2, 5, 8), {0: B, 1: S}
+)
+_case(
+    "last_token",
+    lambda x: x[torch.arange(x.shape[0]), -1] if False else x[:, -1, :],
+    (2, 5, 8),
+    {0: B, 1: S},
+)
+_case(
+    "masked_mean",
+    lambda x: (x * (x[..., :1] > 0)).sum(1) / (x[..., :1] > 0).sum(1).clamp(min=1),
+    (2, 5, 8),
+    {0: B, 1: S},
+)
+_case(
+    "gqa",
+    lambda x: x[:, :, None].expand(-1, -1, 2, -1).reshape(x.shape[0], x.shape[1] * 2, 8),
+    (2, 5, 8),
+    {0: B, 1: S},
+)
+_case("repeat_interleave", lambda x: x.repeat_interleave(2, 1), (2, 5, 8), {0: B, 1: S})
+_case(
+    "outer_mask",
+    lambda x: (
+        (torch.arange(x.shape[1])[:, None] >= torch.arange(x.shape[1])[None]).float()
+        + x[:, :1, None]
+    ),
+    (2, 5),
+    {0: B, 1: S},
+)
+_case(
+    "unfold_window",
+    lambda x: torch.stack([x[:, i : x.shape[1] - 2 + i] for i in range(3)], -1),
+    (2, 5),
+    {0: B, 1: (3, 32)},
+)

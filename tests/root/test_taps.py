@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,12 @@ import torch
 from torch import nn
 
 import tpu2edge
+from tpu2edge.export.lower import Loweree, lower_programs
 from tpu2edge.export.program import trace_module
 from tpu2edge.export.taps import tap_name
+from tpu2edge.pipeline import _taps_in
+from tpu2edge.runtime_check.budget import default_budget
+from tpu2edge.runtime_check.parity import check_model, check_taps
 
 
 class Saturated(nn.Module):
@@ -65,36 +70,34 @@ def test_the_oracle_and_the_eager_module_give_the_same_values_there() -> None:
     torch.testing.assert_close(torch.from_numpy(oracle).float(), logits, atol=1e-4, rtol=1e-5)
 
 
-def test_logits_that_are_wrong_by_a_factor_fail_although_the_probabilities_pass(
+def test_logits_that_are_all_too_large_fail_although_the_probabilities_pass(
     bundle: tpu2edge.Bundle, tmp_path: Path
 ) -> None:
-    """The probabilities of doubled logits are the same; only what goes into the softmax tells."""
-    from tpu2edge.pipeline import _taps_in
-    from tpu2edge.runtime_check.budget import default_budget
-    from tpu2edge.runtime_check.parity import check_model, check_taps
-
+    """Softmax takes the same constant in all logits away; only what goes into it tells."""
     torch.manual_seed(0)
-    doubled = Saturated()
+    shifted = Saturated()
     with torch.no_grad():
-        doubled.head.weight *= 2
-        doubled.head.bias *= 2
-    other = tpu2edge.export_model(doubled, torch.randn(3, 16), output=tmp_path / "other")
-    traced = trace_module(doubled, (torch.randn(3, 16),))
-    reference = bundle.reference()
+        shifted.head.bias += 0.1  # 40 in every logit
+    traced = trace_module(shifted, (torch.randn(3, 16),))
+    lowered = lower_programs(
+        [Loweree(traced.program, traced.signature)], tmp_path / "model.float32.tflite"
+    )
+    model = replace(bundle.model(), path=lowered.path)
     budget = default_budget("float32")
-    report = check_model(other.model(), reference, budget)
+    report = check_model(model, bundle.reference(), budget)
     assert str(report.case("probs").verdict) == "PASS"
-    taps = _taps_in(other.model().path, traced, {})
-    (case,) = (
-        case
-        for case in check_taps(other.model(), reference, taps, budget)
-        if case.output == tap_name("probs")
-    ) if any(tap.name == tap_name("probs") for tap in taps) else (None,)
-    if case is not None:
-        assert str(case.verdict) == "FAIL"
+    taps = _taps_in(lowered.path, traced, lowered.origins)
+    cases = {case.output: case for case in check_taps(model, bundle.reference(), taps, budget)}
+    assert str(cases[tap_name("probs")].verdict) == "FAIL"
+    metrics = cases[tap_name("probs")].metrics
+    assert metrics is not None
+    assert metrics.max_abs == pytest.approx(40, abs=0.01)
+    assert str(cases[tap_name("flag")].verdict) == "PASS"
 
 
 def test_a_program_without_a_final_activation_has_no_taps() -> None:
-    traced = trace_module(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 2)), (torch.ones(1, 4),))
+    traced = trace_module(
+        nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 2)), (torch.ones(1, 4),)
+    )
     assert traced.taps == ()
     assert traced.tapped is traced.program
