@@ -271,8 +271,6 @@ def _lower(
     cell: str,
     reverse: bool,
 ) -> list[Any]:
-    if not all(value.type.has_static_shape for value in (x, *state)):
-        raise ValueError("a recurrent layer needs a fixed batch and a fixed number of steps")
     emit = _Emitter(w, b, p, cell, reverse)
     steps, batch, _ = x.type.shape
     y = emit.slice(x, [0, 0, 0], [steps, batch, state[0].type.shape[1]])  # overwritten step by step

@@ -189,8 +189,25 @@ def test_a_dynamic_recurrent_layer_is_refused_in_words(axis: int, tmp_path: Path
         (rand(5, 2, 3),),
         dynamic={"x": {axis: Dim(name="n", min=2, max=20)}},
     )
-    with pytest.raises(LoweringError, match="needs a fixed batch and a fixed number of steps"):
+    with pytest.raises(LoweringError, match="recurrence.* with a dynamic size") as caught:
         lower_programs([Loweree(traced.program, traced.signature)], tmp_path / "m.tflite")
+    assert "--shapes" in caught.value.do
+
+
+def test_signatures_of_several_lengths_share_the_weights(tmp_path: Path) -> None:
+    layer = nn.LSTM(64, 64)
+    programs = [
+        trace_module(Recurrent(layer), (rand(steps, 1, 64),), signature_name=f"s{steps}")
+        for steps in (1, 10, 50)
+    ]
+    path = tmp_path / "m.tflite"
+    lower_programs([Loweree(traced.program, traced.signature) for traced in programs], path)
+    with Session(path) as session:
+        for traced in programs:
+            (got,) = session.run(traced.signature.name, [traced.example])
+            for name, truth in traced.eager(traced.example).items():
+                np.testing.assert_allclose(got[name], truth, atol=1e-6)
+    assert path.stat().st_size < 1.5 * 4 * 64 * (64 + 64) * 4
 
 
 def test_a_long_loop_over_a_cell_is_noted(tmp_path: Path) -> None:
