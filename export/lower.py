@@ -36,7 +36,7 @@ from tpu2edge.errors import (
     Tpu2EdgeError,
     error_from_json,
 )
-from tpu2edge.export import blame, dynamic_sizes, rewrites
+from tpu2edge.export import blame, dynamic_sizes, layout, rewrites
 from tpu2edge.export.default_sizes import write_smallest_sizes
 from tpu2edge.export.own_outputs import own_outputs
 from tpu2edge.types import Dim, LayerSource, Note, Progress, Signature, no_progress
@@ -181,6 +181,7 @@ def lower_programs(
             if any(toolkit.is_by_reference(attr) for attr in constants.constant_cache.values()):
                 merged = toolkit.fold(merged, context, notes)
             with context:
+                layout.fold_transposes(toolkit.ir, _operation(merged))
                 own_outputs(toolkit.ir, _operation(merged))
             progress("write")
             toolkit.converter.export_flatbuffer_to_file(_operation(merged), str(path))
@@ -388,6 +389,7 @@ class _Toolkit:
 
     def convert_passes(self, program: ExportedProgram, dynamic: bool) -> ExportedProgram:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(layout.group_norm_in_place())
             if dynamic:  # composite operators take fixed sizes only
                 passes = self._core.fx_passes
                 nothing = passes.EliminateDeadCodePass
