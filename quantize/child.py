@@ -37,7 +37,7 @@ def main() -> None:
             )
         if worker.need_calibration:
             raise ValueError(f"recipe {name} needs calibration")
-        model = worker.quantize().quantized_model
+        model = bytes(worker.quantize().quantized_model or b"")
         with open(target, "wb") as stream:  # noqa: PTH123
             stream.write(model)
         answer: dict[str, object] = {"ok": True, "bytes": len(model)}

@@ -7,8 +7,8 @@ A budget is a conjunction of bounds, for all outputs or for one::
     boxes:max_abs<=0.5
 
 Metrics: ``sqnr`` (worst sample, dB), ``sqnr_median`` (dB), ``range_error``, ``max_abs``, ``cosine``
-(worst sample), ``top1``, ``mismatch``. Formulas: metrics.py. ``allow_constant`` stands for "this
-output may be the same for every sample".
+(worst sample), ``top1``, ``top1_decided``, ``mismatch``. Formulas: metrics.py. ``allow_constant``
+stands for "this output may be the same for every sample".
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tpu2edge.errors import OptionError
 from tpu2edge.runtime_check.metrics import OutputMetrics
 
-__all__ = ["DEFAULT_SOURCES", "Bound", "Budget", "default_budget"]
+__all__ = ["DEFAULT_SOURCES", "Bound", "Budget", "budget_against_tpu", "default_budget"]
 
 # metric -> (field of OutputMetrics, the only direction that makes sense)
 _METRICS: dict[str, tuple[str, str]] = {
@@ -33,6 +33,7 @@ _METRICS: dict[str, tuple[str, str]] = {
     "max_abs": ("max_abs", "<="),
     "cosine": ("cosine_worst", ">="),
     "top1": ("top1", ">="),
+    "top1_decided": ("top1_decided", ">="),
     "mismatch": ("mismatch", "<="),
 }
 _BOUND = re.compile(
@@ -271,6 +272,46 @@ def default_budget(recipe: str) -> Budget:
     floats, integers = _DEFAULTS[family]
     return Budget(
         floats=floats, integers=integers, source=f"default for {family}: {DEFAULT_SOURCES[family]}"
+    )
+
+
+#: How far below the TPU's own noise floor a file may be against a TPU's outputs. The file's own error
+#: adds to the TPU's rounding; 3 dB is as much again.
+FLOOR_MARGIN_DB = 3.0
+
+
+def budget_against_tpu(recipe: str, floors: Sequence[Mapping[str, OutputMetrics]]) -> Budget:
+    """The default when the reference is a TPU's (or predicted for one).
+
+    Args:
+        recipe: name of the recipe.
+        floors: for each signature and output, the reference compared with the float64 oracle: the
+            noise that the TPU's own rounding makes, which no file can be held to be below. Where two
+            signatures have an output of one name, the larger noise counts.
+
+    Returns:
+        Per output the recipe's default, but at most 3 dB below that noise floor; for integers the
+        recipe's default share of differences, but at least 1.5 times the reference's own.
+    """
+    usual = default_budget(recipe)
+    wanted = next((b.value for b in usual.floats if b.metric == "sqnr"), 0.0)
+    allowed = next((b.value for b in usual.integers if b.metric == "mismatch"), 0.0)
+    outputs: dict[str, tuple[Bound, ...]] = {}
+    for name in {name: None for floor in floors for name in floor}:
+        known = [floor[name] for floor in floors if name in floor]
+        noise = [m.sqnr_db_worst for m in known if m.sqnr_db_worst is not None]
+        if noise:
+            value = round(min(wanted, min(noise) - FLOOR_MARGIN_DB), 2)
+            outputs[name] = (Bound(metric="sqnr", value=value),)
+        else:
+            share = max(allowed, 1.5 * max(m.mismatch for m in known))
+            outputs[name] = (Bound(metric="mismatch", value=share),)
+    return Budget(
+        floats=usual.floats,
+        integers=usual.integers,
+        outputs=outputs,
+        source=f"the smaller of the default for {recipe} and the reference's own noise floor less "
+        f"{FLOOR_MARGIN_DB:g} dB",
     )
 
 

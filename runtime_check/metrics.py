@@ -9,7 +9,9 @@ over the elements that are finite in the reference. The formulas:
 - range error: max |ref - x| over all samples, divided by (max ref - min ref) over all samples.
 - cosine of a sample: sum ref x / (|ref| |x|), 1 when both are zero; it is blind to scale and nearly
   blind to a dropped transpose, so no default budget rests on it.
-- top-1: share of rows (last axis) whose arg-max is the same.
+- top-1: share of rows (last axis) whose arg-max is the same. A row whose two largest reference values
+  are closer than twice the reference's own error (its rounding on a TPU) may flip without a fault;
+  ``top1_decided`` is the share over the other rows only.
 - mismatch: share of elements that differ at all; what counts for integers and booleans.
 """
 
@@ -44,6 +46,10 @@ class OutputMetrics:
     worst_sample: str  # the sample with the worst SQNR (or the largest mismatch)
     reference_min: float
     reference_max: float
+    top1_decided: float | None = (
+        None  # as top1, over rows that the reference's own error cannot flip
+    )
+    decided_rows: int | None = None  # how many of those rows there are; None: every row counts
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; infinities and NaN as strings, since JSON has neither."""
@@ -110,7 +116,9 @@ def _all_are(array: NDArray[Any], value: np.generic) -> bool:
 class OutputMeter:
     """Takes one output sample by sample and keeps numbers only, so memory does not grow."""
 
-    def __init__(self) -> None:
+    def __init__(self, error_bound: float | None = None) -> None:
+        self._error_bound = error_bound  # largest error of the reference itself, in its own unit
+        self._decided = self._same_decided = 0
         self._ids: list[str] = []
         self._signal: list[float] = []
         self._noise: list[float] = []
@@ -155,6 +163,11 @@ class OutputMeter:
             self._rows += ref_raw.size // ref_raw.shape[-1]
             same = np.argmax(ref_raw, axis=-1) == np.argmax(got_raw, axis=-1)
             self._same_rows += int(np.count_nonzero(same))
+            if self._error_bound is not None:
+                top = np.partition(ref_raw.astype(np.float64), -2, axis=-1)[..., -2:]
+                decided = top[..., 1] - top[..., 0] > 2 * self._error_bound
+                self._decided += int(np.count_nonzero(decided))
+                self._same_decided += int(np.count_nonzero(decided & same))
 
     def _watch_constancy(self, ref: NDArray[Any], got: NDArray[Any]) -> None:
         if not ref.size:
@@ -162,8 +175,10 @@ class OutputMeter:
         if self._first is None or self._first_candidate is None:
             self._first, self._first_candidate = ref.reshape(-1)[0], got.reshape(-1)[0]
         if self.reference_constant:
+            assert self._first is not None
             self.reference_constant = _all_are(ref, self._first)
         if self.candidate_constant:
+            assert self._first_candidate is not None
             self.candidate_constant = _all_are(got, self._first_candidate)
 
     def _watch_patterns(self, sample: str, ref: NDArray[Any], got: NDArray[Any]) -> None:
@@ -207,4 +222,6 @@ class OutputMeter:
             worst_sample=self._ids[worst],
             reference_min=self._low,
             reference_max=self._high,
+            top1_decided=self._same_decided / self._decided if self._decided else None,
+            decided_rows=self._decided if self._error_bound is not None and self._rows else None,
         )

@@ -12,7 +12,7 @@ import numpy as np
 
 from tpu2edge.errors import DataError, DeviceError, OptionError, Place
 from tpu2edge.runtime_check.budget import Budget
-from tpu2edge.runtime_check.devices.client import Session
+from tpu2edge.runtime_check.devices.client import Session, Tap
 from tpu2edge.runtime_check.metrics import OutputMeter, OutputMetrics
 from tpu2edge.runtime_check.reference.store import Reference, ReferenceWriter
 from tpu2edge.types import (
@@ -34,6 +34,8 @@ __all__ = [
     "ParityReport",
     "Reason",
     "check_model",
+    "check_taps",
+    "noise_floor",
 ]
 
 # 1 (2026-11-30): first version.
@@ -52,19 +54,31 @@ class Reason:
 class ErrorSplit:
     """The size of each step of the error, as SQNR in dB against the float64 oracle, pooled.
 
-    ``float32_db``: eager float32 - oracle. ``conversion_db``: float ``.tflite`` - eager.
-    ``quantization_db``: quantized - float ``.tflite``; None for a float model. The smaller the
-    number, the larger the step.
+    Two branches leave the oracle: ``tpu_db`` is reference - oracle (the TPU's own rounding; None
+    when the reference is the eager module), and eager - oracle (``float32_db``), float ``.tflite``
+    - eager (``conversion_db``), quantized - float ``.tflite`` (``quantization_db``; None for a float
+    model, and with the conversion in it where the float file's outputs are not known) lead to the
+    file, which is ``edge_db`` away from the oracle. The smaller the number, the larger the step.
     """
 
     float32_db: float
     conversion_db: float | None = None
     quantization_db: float | None = None
+    tpu_db: float | None = None
+    edge_db: float | None = None
+
+    @property
+    def as_right_as_tpu(self) -> bool:
+        """Whether the file is no further from the oracle than the TPU itself is."""
+        if self.tpu_db is None or self.edge_db is None:
+            return False
+        return self.edge_db >= self.tpu_db
 
     @property
     def largest(self) -> str:
-        """The step that spends most of the budget: float32, conversion or quantization."""
+        """The step that spends most of the budget: tpu, float32, conversion or quantization."""
         steps = {
+            "tpu": self.tpu_db,
             "float32": self.float32_db,
             "conversion": self.conversion_db,
             "quantization": self.quantization_db,
@@ -87,6 +101,7 @@ class CaseReport:
     reasons: tuple[Reason, ...] = ()
     metrics: OutputMetrics | None = None
     split: ErrorSplit | None = None
+    against_eager: OutputMetrics | None = None  # when the reference is not the eager module itself
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -96,6 +111,8 @@ class CaseReport:
                 "float32_db": _plain(self.split.float32_db),
                 "conversion_db": _plain(self.split.conversion_db),
                 "quantization_db": _plain(self.split.quantization_db),
+                "tpu_db": _plain(self.split.tpu_db),
+                "edge_db": _plain(self.split.edge_db),
                 "largest": self.split.largest,
             }
         return {
@@ -108,7 +125,9 @@ class CaseReport:
             "budget": self.budget,
             "reasons": [{"code": r.code, "text": r.text} for r in self.reasons],
             "metrics": self.metrics.to_json() if self.metrics else None,
+            "against_eager": self.against_eager.to_json() if self.against_eager else None,
             "error_split": split,
+            "in_words": _in_words(self),
         }
 
     @classmethod
@@ -131,7 +150,12 @@ class CaseReport:
                 float32_db=float(split["float32_db"]),
                 conversion_db=_optional(split["conversion_db"]),
                 quantization_db=_optional(split["quantization_db"]),
+                tpu_db=_optional(split.get("tpu_db")),
+                edge_db=_optional(split.get("edge_db")),
             ),
+            against_eager=OutputMetrics.from_json(data["against_eager"])
+            if data.get("against_eager")
+            else None,
         )
 
 
@@ -162,6 +186,15 @@ class ParityReport:
         if Verdict.ERROR in verdicts or not verdicts:
             return Verdict.ERROR
         return Verdict.FAIL if Verdict.FAIL in verdicts else Verdict.PASS
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Whose error it is, one sentence for each model and output that has an error split."""
+        return tuple(
+            f"{case.recipe} on {case.device}, '{case.output}': {text}"
+            for case in self.cases
+            if (text := _in_words(case)) is not None
+        )
 
     @property
     def exit_code(self) -> int:
@@ -215,12 +248,49 @@ class ParityReport:
         return replace(self, cases=self.cases + other.cases, times={**self.times, **other.times})
 
 
+_STEP_WORDS = {
+    "tpu": "the TPU's own rounding",
+    "float32": "rounding to float32",
+    "conversion": "the conversion",
+    "quantization": "the quantization",
+}
+
+
+def _in_words(case: CaseReport) -> str | None:
+    """Which step spends most of the error, how large the others are, and what that means."""
+    split = case.split
+    if split is None:
+        return None
+    steps = {
+        name: value for name in _STEP_WORDS if (value := getattr(split, f"{name}_db")) is not None
+    }
+    largest = split.largest
+    others = ", ".join(f"{name} {_shown(v)}" for name, v in steps.items() if name != largest)
+    text = f"the largest step of the error is {_STEP_WORDS[largest]}: {_shown(steps[largest])}"
+    text += f" ({others})" if others else ""
+    if split.tpu_db is not None and split.edge_db is not None:
+        text += (
+            f"; from float64 the TPU is {_shown(split.tpu_db)} away, the file "
+            f"{_shown(split.edge_db)}"
+        )
+        if split.as_right_as_tpu:
+            text += ": the file is as right as the TPU"
+    return text
+
+
+def _shown(value: float) -> str:
+    return f"{value:.1f} dB" if math.isfinite(value) else f"{value} dB"
+
+
 def check_model(
     model: EdgeModel,
     reference: Reference,
     budget: Budget,
     *,
     oracle: Reference | None = None,
+    eager: Reference | None = None,
+    conversion: Budget | None = None,
+    floor: Mapping[str, OutputMetrics] | None = None,
     float_outputs: Reference | None = None,
     device: str = "host",
     command: Sequence[str] | None = None,
@@ -239,6 +309,11 @@ def check_model(
         reference: samples and what they should give.
         budget: bounds per output.
         oracle: the float64 outputs for the error split; no split without it.
+        eager: the float32 module's outputs, when ``reference`` is a TPU's.
+        conversion: what a float file has to keep against ``eager``; a fault there is the
+            conversion's, whatever the distance to the TPU.
+        floor: the reference against the oracle (:func:`noise_floor`), for the rows whose arg-max the
+            TPU's own rounding can flip.
         float_outputs: the float file's own outputs, to tell conversion from quantization.
         device: name for the report.
         command: what starts the worker; this machine's if None.
@@ -263,7 +338,7 @@ def check_model(
     if unknown := budget.unknown_outputs(known):
         raise OptionError(f"--budget names no output {unknown}", do=f"outputs: {known}")
     constant = constant_outputs | budget.may_be_constant
-    cases = _Cases(model, device, expected, budget)
+    cases = _Cases(model, device, expected, budget, conversion if eager is not None else None)
     if not len(reference):
         raise DataError("the reference holds no sample", do="give at least one sample")
 
@@ -289,7 +364,7 @@ def check_model(
                 session,
                 actual,
                 reference,
-                _Side(oracle, float_outputs, keep, model.recipe),
+                _Side(oracle, eager, floor or {}, float_outputs, keep, model.recipe),
                 lambda done: progress(stage, done, len(reference)),
             )
             which = f"#{actual.name}" if len(session.signatures) > 1 else ""
@@ -301,6 +376,70 @@ def check_model(
         reason = Reason(code=f"device-{error.step}", text=str(error))
         return report(cases.all(Verdict.ERROR, reason), {})
     return report(tuple(cases.judge(meters[name], name, constant) for name in names), times)
+
+
+def check_taps(
+    model: EdgeModel,
+    reference: Reference,
+    taps: Sequence[Tap],
+    budget: Budget,
+    *,
+    oracle: Reference | None = None,
+    eager: Reference | None = None,
+    conversion: Budget | None = None,
+    floor: Mapping[str, OutputMetrics] | None = None,
+    float_outputs: Reference | None = None,
+    threads: int | None = None,
+    log: IO[bytes] | None = None,
+) -> tuple[CaseReport, ...]:
+    """The values before a final softmax or sigmoid, on this machine, as cases of their own.
+
+    Squashed outputs hide faults: where a softmax is saturated, logits that are wrong by a factor
+    give the same probabilities. A tap whose values the reference does not hold (one that was
+    captured without them) is left out. LiteRT has to keep every tensor for this, which may change
+    what is fused: where that changes an output, the case says so.
+
+    Args:
+        taps: tensors of the file; each name is one that the references hold beside the outputs.
+        budget: the bounds, by the taps' names or for all floats.
+
+    Other arguments, and errors: as in :func:`check_model`.
+    """
+    known = set(reference.outputs(0))
+    taps = [tap for tap in taps if tap.name in known]
+    if not taps:
+        return ()
+    specs = tuple(TensorSpec(name=tap.name, shape=(), dtype="float32") for tap in taps)
+    expected = replace(reference.signature, outputs=specs)
+    cases = _Cases(model, "host", expected, budget, conversion if eager is not None else None)
+    side = _Side(oracle, eager, floor or {}, float_outputs, None, model.recipe)
+    gathered = {tap.name: _new_output(tap.name, side) for tap in taps}
+    same = True
+    try:
+        with (
+            Session(model.path, threads=threads, log=log) as plain,
+            Session(model.path, threads=threads, log=log, taps=taps) as tapped,
+        ):
+            actual = _matching(plain.signatures, taps[0].signature, expected.name)
+            feeds = [
+                _fit(reference.inputs(i), actual, name)
+                for i, name in enumerate(reference.sample_ids)
+            ]
+            runs = zip(plain.run(actual.name, feeds), tapped.run(actual.name, feeds), strict=True)
+            for index, (outputs, values) in enumerate(runs):
+                same = same and all(np.array_equal(values[n], a) for n, a in outputs.items())
+                got = {tap.name: np.asarray(values[tap.name]) for tap in taps}
+                _gather(gathered, expected, reference, side, index, got)
+    except DeviceError as error:
+        return cases.all(Verdict.ERROR, Reason(code=f"device-{error.step}", text=str(error)))
+    found = [cases.judge(gathered[tap.name], tap.name, budget.may_be_constant) for tap in taps]
+    if not same:
+        flag = Reason(
+            code="flag-other-kernels",
+            text="looking inside changes the file's outputs (other kernels): near, not exact",
+        )
+        found = [replace(case, reasons=(*case.reasons, flag)) for case in found]
+    return tuple(found)
 
 
 def _matching(signatures: Sequence[Signature], asked: str | None, usual: str) -> Signature:
@@ -338,6 +477,8 @@ def _missing_outputs(expected: Signature, actual: Signature) -> Reason | None:
 @dataclass(frozen=True, slots=True)
 class _Side:
     oracle: Reference | None
+    eager: Reference | None
+    floor: Mapping[str, OutputMetrics]
     float_outputs: Reference | None
     keep: Path | None
     recipe: str
@@ -346,10 +487,11 @@ class _Side:
 class _Output:
     """All that is gathered about one output while the samples go by."""
 
-    def __init__(self) -> None:
-        self.meter = OutputMeter()
+    def __init__(self, error_bound: float | None, has_eager: bool) -> None:
+        self.meter = OutputMeter(error_bound)
+        self.eager_meter = OutputMeter() if has_eager else None
         self.fault: Reason | None = None
-        self.steps = {"float32": 0.0, "conversion": 0.0, "quantization": 0.0}
+        self.steps = dict.fromkeys(("tpu", "float32", "conversion", "quantization", "edge"), 0.0)
         self.signal = 0.0
         self.has_split = self.has_float = False
 
@@ -360,7 +502,9 @@ class _Output:
         return ErrorSplit(
             float32_db=db["float32"],
             conversion_db=db["conversion"] if not quantized or self.has_float else None,
-            quantization_db=db["quantization"] if quantized and self.has_float else None,
+            quantization_db=db["quantization"] if quantized else None,
+            tpu_db=db["tpu"] if self.eager_meter is not None else None,
+            edge_db=db["edge"],
         )
 
 
@@ -375,9 +519,9 @@ def _db(signal: float, noise: float) -> float:
 def _run(
     session: Session, actual: Signature, reference: Reference, side: _Side, done: Any
 ) -> dict[str, _Output]:
-    outputs = {spec.name: _Output() for spec in reference.signature.outputs}
+    expected = reference.signature
+    outputs = {spec.name: _new_output(spec.name, side) for spec in expected.outputs}
     specs = {spec.name: spec for spec in actual.outputs}
-    expected = {spec.name: spec for spec in reference.signature.outputs}
     feeds = (
         _fit(reference.inputs(i), actual, reference.sample_ids[i]) for i in range(len(reference))
     )
@@ -385,27 +529,52 @@ def _run(
     runs = session.run(actual.name, feeds)
     for index, stored in zip(range(len(reference)), runs, strict=True):
         got = {name: _real(stored[name], specs[name]) for name in outputs}
-        truth = reference.outputs(index)
-        oracle = side.oracle.outputs(index) if side.oracle else None
-        base = side.float_outputs.outputs(index) if side.float_outputs else None
-        identity = reference.sample_ids[index]
-        for name, output in outputs.items():
-            _compare(output, identity, expected[name], truth[name], got[name])
-            if oracle is not None and output.fault is None:
-                _add_split(
-                    output,
-                    oracle[name],
-                    truth[name],
-                    got[name],
-                    None if base is None else base[name],
-                    side.recipe != "float32",
-                )
+        _gather(outputs, expected, reference, side, index, got)
         if writer is not None:
-            writer.add(Sample(id=identity, inputs={}), got)
+            writer.add(Sample(id=reference.sample_ids[index], inputs={}), got)
         done(index + 1)
     if writer is not None:
         writer.close()
     return outputs
+
+
+def _new_output(name: str, side: _Side) -> _Output:
+    bound = side.floor[name].max_abs if name in side.floor else None
+    return _Output(bound, side.eager is not None)
+
+
+def _gather(
+    outputs: Mapping[str, _Output],
+    expected: Signature,
+    reference: Reference,
+    side: _Side,
+    index: int,
+    got: Mapping[str, Array],
+) -> None:
+    """Take one sample into the meters of all outputs."""
+    truth = reference.outputs(index)
+    oracle = side.oracle.outputs(index) if side.oracle else None
+    base = side.float_outputs.outputs(index) if side.float_outputs else {}
+    eager = side.eager.outputs(index) if side.eager else truth
+    identity = reference.sample_ids[index]
+    for name, output in outputs.items():
+        found = _as_shaped(got[name], truth[name], expected.output(name))
+        _compare(output, identity, expected.output(name), truth[name], found)
+        if output.fault is not None:
+            continue
+        if output.eager_meter is not None:
+            output.eager_meter.add(identity, eager[name], found)
+        if oracle is not None:
+            steps = _Steps(oracle[name], truth[name], eager[name], base.get(name), found)
+            _add_split(output, steps, side.recipe != "float32")
+
+
+def _as_shaped(found: Array, truth: Array, spec: TensorSpec) -> Array:
+    """A tap's values in the reference's shape, where only axes of size 1 differ."""
+    if spec.shape or np.shape(found) == np.shape(truth):
+        return found
+    ours, theirs = ([n for n in np.shape(one) if n != 1] for one in (found, truth))
+    return np.reshape(found, np.shape(truth)) if ours == theirs else found
 
 
 def _writer(side: _Side, reference: Reference) -> ReferenceWriter | None:
@@ -497,27 +666,51 @@ def _compare(output: _Output, sample: str, spec: TensorSpec, truth: Array, got: 
     output.meter.add(sample, truth, got)
 
 
-def _add_split(
-    output: _Output, oracle: Array, truth: Array, got: Array, base: Array | None, quantized: bool
-) -> None:
-    o = np.asarray(oracle)
-    if o.dtype.kind != "f" or np.shape(oracle) != np.shape(truth):
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """One output of one sample at every station of the two branches."""
+
+    oracle: Array
+    reference: Array
+    eager: Array
+    floating: Array | None  # the float file's, when the file is quantized
+    edge: Array
+
+
+def _add_split(output: _Output, at: _Steps, quantized: bool) -> None:
+    if np.asarray(at.oracle).dtype.kind != "f" or np.shape(at.oracle) != np.shape(at.edge):
         return
-    wide = [np.asarray(a).astype(np.float64) for a in (oracle, truth, got)]
-    floating = None if base is None else np.asarray(base).astype(np.float64)
-    finite = np.isfinite(wide[0]) & np.isfinite(wide[1]) & np.isfinite(wide[2])
-    if floating is not None:
-        finite &= np.isfinite(floating)
-        floating = floating[finite]
-        output.has_float = True
-    o64, e64, q64 = (a[finite] for a in wide)
+    stations = [at.oracle, at.reference, at.eager, at.edge]
+    output.has_float = output.has_float or at.floating is not None
+    if quantized and at.floating is not None:
+        stations.append(at.floating)
+    wide = [np.asarray(station).astype(np.float64) for station in stations]
+    finite = np.logical_and.reduce([np.isfinite(station) for station in wide])
+    o, r, e, d, *rest = (station[finite] for station in wide)
+    # Without the float file's outputs the conversion counts into the quantization.
+    c = d if not quantized else (rest[0] if rest else e)
     output.has_split = True
-    output.signal += float(o64 @ o64)
-    output.steps["float32"] += float(np.sum((e64 - o64) ** 2))
-    c64 = q64 if not quantized else floating
-    if c64 is not None:
-        output.steps["conversion"] += float(np.sum((c64 - e64) ** 2))
-        output.steps["quantization"] += float(np.sum((q64 - c64) ** 2))
+    output.signal += float(o @ o)
+    steps = output.steps
+    steps["tpu"] += float(np.sum((r - o) ** 2))
+    steps["float32"] += float(np.sum((e - o) ** 2))
+    steps["edge"] += float(np.sum((d - o) ** 2))
+    steps["conversion"] += float(np.sum((c - e) ** 2))
+    steps["quantization"] += float(np.sum((d - c) ** 2))
+
+
+def noise_floor(reference: Reference, oracle: Reference) -> dict[str, OutputMetrics]:
+    """The reference compared with the float64 oracle, per output: what its own rounding makes.
+
+    A file that is no further from the oracle than this is as right as the reference.
+    """
+    meters: dict[str, OutputMeter] = {}
+    for index, identity in enumerate(reference.sample_ids):
+        truth, found = oracle.outputs(index), reference.outputs(index)
+        for name in found:  # the outputs, and the values before their activations
+            if name in truth:
+                meters.setdefault(name, OutputMeter()).add(identity, truth[name], found[name])
+    return {name: meter.metrics() for name, meter in meters.items()}
 
 
 # ------------------------------------------------------------------------------------- judging
@@ -529,6 +722,7 @@ class _Cases:
     device: str
     expected: Signature
     budget: Budget
+    conversion: Budget | None = None
 
     def _case(self, output: str, verdict: Verdict, **fields: Any) -> CaseReport:
         is_float = self.expected.output(output).dtype.startswith("float")
@@ -555,6 +749,8 @@ class _Cases:
         metrics = meter.metrics()
         is_float = self.expected.output(name).dtype.startswith("float")
         faults = list(self._faults(meter, metrics, name, is_float, constant))
+        if gathered.eager_meter is not None:
+            faults += self._conversion_faults(gathered.eager_meter, name, is_float)
         flags = list(_flags(meter, name, is_float, constant))
         return self._case(
             name,
@@ -562,7 +758,20 @@ class _Cases:
             reasons=tuple(faults + flags),
             metrics=metrics,
             split=gathered.split(self.model.recipe != "float32"),
+            against_eager=gathered.eager_meter.metrics() if gathered.eager_meter else None,
         )
+
+    def _conversion_faults(self, meter: OutputMeter, name: str, is_float: bool) -> Iterator[Reason]:
+        """What the float file breaks against the float32 module: the conversion's own fault."""
+        if self.conversion is None or self.model.recipe != "float32":
+            return
+        metrics = meter.metrics()
+        for bound in self.conversion.bounds(name, is_float=is_float):
+            if text := bound.check(metrics):
+                where = (
+                    f"against the torch module in float32 (worst sample '{metrics.worst_sample}')"
+                )
+                yield Reason(code="conversion", text=f"conversion: {text} {where}")
 
     def _faults(
         self,

@@ -20,14 +20,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
 
 from tpu2edge.errors import DataError, DeviceError, Place
 from tpu2edge.types import Array, Dim, Signature, Tensors, TensorSpec
 
-__all__ = ["Session", "host_command"]
+__all__ = ["Session", "Tap", "host_command"]
 
 _WORKER = Path(__file__).with_name("worker.py")
 
@@ -50,6 +50,14 @@ def host_command() -> list[str]:
     return [sys.executable, "-u", str(_WORKER)]
 
 
+class Tap(NamedTuple):
+    """A tensor inside the graph of one signature, and the name its values come under."""
+
+    name: str
+    tensor: int
+    signature: str
+
+
 class Session:
     """A model loaded on a device; close it, or use it as a context manager.
 
@@ -58,6 +66,8 @@ class Session:
         model: the ``.tflite`` file.
         threads: LiteRT's number of threads; 1 if None.
         kernels: "default" (XNNPACK where it applies), "builtin" or "reference".
+        taps: tensors inside the graph whose values are wanted besides the outputs. LiteRT keeps
+            every tensor then, and XNNPACK may fuse less: check that the outputs stay what they are.
         device: the device's name for messages.
         log: where the process's stderr goes, besides the tail kept for messages.
         timeout_s: how long one request may take.
@@ -73,6 +83,7 @@ class Session:
         command: Sequence[str] | None = None,
         threads: int | None = None,
         kernels: str = "default",
+        taps: Sequence[Tap] = (),
         device: str = "host",
         log: IO[bytes] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -105,7 +116,16 @@ class Session:
         os.set_blocking(self._process.stdin.fileno(), False)  # a worker that hangs must time out
         try:
             self.hello = self._answer("start")[0]
-            header = {"op": "load", "path": str(model), "threads": threads, "kernels": kernels}
+            header: dict[str, Any] = {
+                "op": "load",
+                "path": str(model),
+                "threads": threads,
+                "kernels": kernels,
+                "taps": [
+                    {"name": tap.name, "index": tap.tensor, "signature": tap.signature}
+                    for tap in taps
+                ],
+            }
             answer, _ = self._request(header, {}, "load")
             self.times["load_ms"] = float(answer["load_ms"])
             self.signatures = tuple(_signature(item) for item in answer["signatures"])

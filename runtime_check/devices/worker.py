@@ -82,7 +82,12 @@ class _Model:
             model_path=header["path"],
             num_threads=header.get("threads") or 1,
             experimental_op_resolver_type=kernels,
+            # Otherwise the values in between are gone (XNNPACK) or overwritten after the run.
+            experimental_preserve_all_tensors=bool(header.get("taps")),
         )
+        self.taps = [
+            (tap["name"], tap["index"], tap["signature"]) for tap in header.get("taps", [])
+        ]
         self.interpreter.allocate_tensors()
         self.load_ms = (time.perf_counter() - started) * 1e3
         self.names = self.interpreter.get_signature_list()
@@ -132,6 +137,7 @@ class _Model:
             interpreter.allocate_tensors()
         feeds = [(inputs[name]["index"], array) for name, array in stacked.items()]
         reads = [(name, details["index"]) for name, details in outputs.items()]
+        reads += [(name, index) for name, index, _ in self.taps]
         set_tensor, invoke, get_tensor = (
             interpreter.set_tensor,
             interpreter.invoke,
@@ -165,12 +171,18 @@ class _Model:
             ):
                 raise ValueError(f"input '{name}': shape {given} given, {fixed} expected")
         results: dict[str, list[Any]] = {name: [] for name in outputs}
+        taps = [(name, index) for name, index, of in self.taps if of == signature]
+        results.update({name: [] for name, _ in taps})
         first = 0.0
         begin = time.perf_counter()
         for position in range(count):
             out = runner(**{name: array[position] for name, array in stacked.items()})
             for name, value in out.items():
                 results[name].append(value)
+            for name, index in taps:
+                # The subgraph that the runner belongs to is not told by the public interface.
+                graph = runner._subgraph_index
+                results[name].append(self.interpreter.get_tensor(index, graph))
             if position == 0:
                 first = time.perf_counter() - begin
         return results, {"first_ms": first * 1e3, "total_ms": (time.perf_counter() - begin) * 1e3}

@@ -34,6 +34,7 @@ PROVIDERS: Mapping[str, str] = {
     "torch_xla": "an XLA device through PyTorch/XLA",
     "torchax": "a JAX device through torchax",
     "tpu-emulated": "predicted for a TPU on the CPU",
+    "tpu-emulated-naive": "predicted on the CPU, every matmul rounded alike",
     "external": "golden outputs from elsewhere",
 }
 

@@ -2,6 +2,7 @@
 
     manifest.json          schema version, hashes, versions, sources of data, options, notes, times
     model.<recipe>.tflite  one file a recipe
+    state.npz              initial values of the state, if the model has any (docs/state.md)
     layers.json            LiteRT tensor -> torch module path, operator and source line
     reference/             the samples and the trusted outputs; reference/oracle: in float64
     reference/<signature>/ the same for each further signature of the files, if there are any

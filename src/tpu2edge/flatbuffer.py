@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tpu2edge.types import Array
 
 __all__ = [
+    "SQUASHING",
     "UNBOUNDED",
     "BufferPlace",
     "Operator",
@@ -399,6 +400,31 @@ def summarize(file: TfliteFile) -> Summary:
         weight_bytes_by_kind=dict(by_kind.most_common()),
         weights=tuple(weights),
     )
+
+
+#: Operators that squash their input: a wrong value before them can hide behind a saturated one.
+SQUASHING = ("SOFTMAX", "LOG_SOFTMAX", "LOGISTIC")
+_SAME_VALUES = ("RESHAPE", "CONCATENATION", "SQUEEZE", "EXPAND_DIMS")  # a copy or another shape
+
+
+def before_squashing(file: TfliteFile) -> dict[tuple[str, str], int]:
+    """For each output that ends in a softmax, log-softmax or sigmoid: the tensor before it.
+
+    (signature, output name) -> index of that operator's input in the signature's subgraph.
+    Reshapes and copies between the operator and the output are looked through.
+    """
+    found: dict[tuple[str, str], int] = {}
+    for entry in file.signatures:
+        graph = file.subgraphs[entry.subgraph]
+        makers = {index: op for op in graph.operators for index in op.outputs}
+        for name, index in entry.outputs.items():
+            op = makers.get(index)
+            while op is not None and op.name in _SAME_VALUES:
+                sources = [i for i in op.inputs if i >= 0 and not graph.tensors[i].is_constant]
+                op = makers.get(sources[0]) if len(sources) == 1 else None
+            if op is not None and op.name in SQUASHING:
+                found[entry.name, name] = op.inputs[0]
+    return found
 
 
 class _Damaged(Exception):

@@ -7,20 +7,31 @@ the same from what the command line was given.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
 import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from tpu2edge import bundle as bundles
+from tpu2edge import references
 from tpu2edge.bundle import Bundle, load_bundle
-from tpu2edge.errors import BundleError, DataError, OptionError, Place, Tpu2EdgeError
+from tpu2edge.errors import (
+    BundleError,
+    ConversionError,
+    DataError,
+    DeviceError,
+    OptionError,
+    Place,
+    Tpu2EdgeError,
+)
 from tpu2edge.files import canonical_json, sha256_of, write_atomically
 from tpu2edge.types import (
     Dim,
@@ -38,10 +49,13 @@ from tpu2edge.types import (
 if TYPE_CHECKING:
     import torch
 
+    from tpu2edge.export.lower import Lowered
     from tpu2edge.export.program import TracedProgram
     from tpu2edge.runtime_check.budget import Budget
-    from tpu2edge.runtime_check.parity import ParityReport
-    from tpu2edge.runtime_check.reference import Reference
+    from tpu2edge.runtime_check.devices.client import Tap
+    from tpu2edge.runtime_check.metrics import OutputMetrics
+    from tpu2edge.runtime_check.parity import CaseReport, ParityReport
+    from tpu2edge.runtime_check.reference import Reference, ReferenceWriter
 
 __all__ = [
     "CheckRequest",
@@ -86,6 +100,7 @@ class ExportRequest:
     threads: int | None = None
     seed: int = 0
     force: bool = False
+    reference: str | None = None  # a word or a path, see references.py; None: the usual one
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; paths as text."""
@@ -166,6 +181,7 @@ def export_model(
     output: Path | str,
     recipes: Sequence[str] = ("float32",),
     budget: Budget | str | Sequence[str] | None = None,
+    reference: Reference | Path | str = "eager",
     samples: Sequence[Sample | Mapping[str, Any]] | None = None,
     num_samples: int = 8,
     dynamic: Mapping[str, Mapping[int, Dim | torch.export.Dim]] | None = None,
@@ -196,6 +212,9 @@ def export_model(
         output: the folder to make; it appears in one rename when all is done.
         recipes: names of recipes, "float32" or those of ai-edge-quantizer.
         budget: bounds for all recipes, as a Budget or as text ("sqnr>=30dB"); defaults by recipe.
+        reference: what the numbers are held to: "eager" (the module in float32), "f64",
+            "tpu-emulated[:v5e][@high]", "tpu-emulated-naive", "auto" (predicted for v5e if the extra
+            "tpu" is installed), or a captured Reference or its folder, which brings its own samples.
         samples: inputs to check with, by input name (arrays or tensors); else the example and seeded
             variations of it, and the report says that the data is synthetic. With several
             signatures each sample goes to those whose inputs it fits.
@@ -237,6 +256,7 @@ def export_model(
         progress=_Stages(progress),
         on_note=on_note,
         log_path=log_path,
+        choice=_choice(reference),
         isolate=True,
     )
     bundles.refuse_existing(job.output, force=force)
@@ -257,13 +277,21 @@ def export_model(
         entries = {signature_name: (module, given if args is not None else (), dict(kwargs or {}))}
 
     def data(programs: Sequence[TracedProgram]) -> list[_Data]:
+        if job.choice.kind == "given":
+            if samples is not None:
+                raise OptionError(
+                    "samples and a captured reference were both given",
+                    do="leave samples away: a reference brings its own",
+                )
+            return _replayed(programs, job.choice.path or reference, str(weights))
         if samples is None:
             return [_synthetic(program, num_samples, seed) for program in programs]
         return _given(programs, samples, num_samples, seed)
 
+    weights = _weights_of(entries)
     provenance = {
         "source": {"origin": _origin_of(entries)},
-        "weights_sha256": _weights_of(entries),
+        "weights_sha256": weights,
         "options": {"signature_name": signature_name, "num_samples": num_samples},
     }
     several = isinstance(module, Mapping)
@@ -294,6 +322,7 @@ def export_source(
         progress=_Stages(progress),
         on_note=on_note,
         log_path=log_path,
+        choice=references.ReferenceChoice.parse(request.reference),
         isolate=False,
     )
     bundles.refuse_existing(request.output, force=request.force)
@@ -341,6 +370,13 @@ def export_source(
         return _trace(entries, dynamic, shapes, last, loaded.signatures is not None)
 
     def data(programs: Sequence[TracedProgram]) -> list[_Data]:
+        if job.choice.kind == "given":
+            if request.inputs:
+                raise OptionError(
+                    "--inputs and a captured --reference were both given",
+                    do="leave --inputs away: a reference brings its own samples",
+                )
+            return _replayed(programs, job.choice.path, provenance["weights_sha256"])
         if not request.inputs:
             return [_synthetic(program, request.num_samples, request.seed) for program in programs]
         return _from_files(programs, request)
@@ -583,29 +619,24 @@ def check_target(
     devices = _devices(request.devices)
     progress("load")
     reports: list[ParityReport] = []
-    # Each signature's reference, float64 outputs and outputs that depend on no input.
-    checks: list[tuple[Reference, Reference | None, frozenset[str]]] = []
+    # What each signature is held to, and its outputs that depend on no input.
+    checks: list[tuple[_Truth, frozenset[str]]] = []
     if request.target.is_dir():
         bundle = load_bundle(request.target)
         stored = {entry["recipe"]: entry["budget"] for entry in bundle.manifest["models"]}
         names = bundle.signatures if request.signature is None else (request.signature,)
         if request.reference:
-            checks = [(Reference.load(request.reference), None, bundle.constant_outputs())]
+            given = Reference.load(request.reference)
+            checks = [(_Truth(given, None), bundle.constant_outputs())]
         else:
-            checks = [
-                (
-                    bundle.reference(signature=name),
-                    bundle.reference("oracle", signature=name),
-                    bundle.constant_outputs(name),
-                )
-                for name in names
-            ]
+            checks = [(_truth_of(bundle, name), bundle.constant_outputs(name)) for name in names]
         models: Sequence[EdgeModel] = bundle.models
         budgets = {
             m.recipe: _parse_budget(request.budgets, Budget.from_json(stored[m.recipe]))
             for m in models
         }
         others = {spec.name for m in models for s in m.signatures for spec in s.outputs}
+        others.update(name for budget in stored.values() for name in budget["outputs"])
     else:
         if request.reference is None:
             raise OptionError(
@@ -613,23 +644,26 @@ def check_target(
                 do="give --reference: a reference folder or a bundle",
             )
         checks = [
-            (found, None, frozenset[str]())
+            (_Truth(found, None), frozenset[str]())
             for found in _references_of(request.reference, request.signature)
         ]
         models = (_edge_model(request.target),)
         budgets = {
             "float32": _parse_budget(request.budgets, default_budget("float32")),
         }
-        others = {spec.name for found, _, _ in checks for spec in found.signature.outputs}
+        others = {spec.name for one, _ in checks for spec in one.reference.signature.outputs}
     with _log_stream(log_path) as log:
         for device in devices:
             for model in models:
-                for reference, oracle, constant in checks:
+                for truth, constant in checks:
                     report = check_model(
                         model,
-                        reference,
+                        truth.reference,
                         budgets[model.recipe],
-                        oracle=oracle,
+                        oracle=truth.oracle,
+                        eager=truth.eager,
+                        conversion=default_budget("float32"),
+                        floor=truth.floor,
                         device=device,
                         threads=_threads(request.threads),
                         signature=request.signature,
@@ -677,6 +711,7 @@ class _Data:
     source: Mapping[str, Any]  # for the reference's manifest
     notes: Sequence[Note] = ()
     eager: Mapping[str, Tensors] = field(default_factory=dict)  # outputs known by sample id
+    given: Reference | None = None  # a captured reference that brought these samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -685,8 +720,7 @@ class _Part:
 
     program: TracedProgram
     where: str  # folder of its reference in the bundle
-    reference: Reference
-    oracle: Reference
+    truth: _Truth
 
 
 _KEPT = ".float"  # folder beside a reference for the float file's outputs, while a job runs
@@ -731,6 +765,7 @@ class _Job:
     progress: _Stages
     on_note: NoteSink | None
     log_path: Path | None
+    choice: references.ReferenceChoice
     isolate: bool  # convert in a process of its own; the command line's job is one already
     notes: list[Note] = field(default_factory=list)
 
@@ -739,12 +774,16 @@ class _Job:
         for recipe in self.recipes:
             self._budget(recipe)
 
-    def _budget(self, recipe: str) -> Budget:
-        from tpu2edge.runtime_check.budget import default_budget
+    def _budget(self, recipe: str, truths: Sequence[_Truth] = ()) -> Budget:
+        from tpu2edge.runtime_check.budget import budget_against_tpu, default_budget
 
         if self.budget is not None:
             return self.budget  # type: ignore[no-any-return]
-        return _parse_budget(self.budgets, default_budget(recipe))
+        base = default_budget(recipe)
+        floors = [truth.floor for truth in truths if references.is_tpu(truth.reference)]
+        if floors:
+            base = budget_against_tpu(recipe, floors)
+        return _parse_budget(self.budgets, base)
 
     def _say(self, notes: Sequence[Note]) -> None:
         for note in notes:
@@ -779,13 +818,15 @@ class _Job:
             for program, samples in zip(programs, data(programs), strict=True):
                 self._say(samples.notes)
                 where = "reference" if not parts else f"reference/{program.signature.name}"
-                made = self._references(folder / where, program, samples, provenance)
-                parts.append(_Part(program, where, *made))
-            base, nodes = self._lower(folder, programs, log)
+                truth = self._references(folder / where, program, samples, provenance, log)
+                parts.append(_Part(program, where, truth))
+            _release_memory()
+            base, lowered = self._lower(folder, programs, log)
             if any(program.is_channels_last for program in programs):
-                self._say([_transposes_left(base, nodes)])
-            report, models = self._family(folder, parts, base, nodes, log)
-            self._write(folder, parts, report, models, nodes, provenance, started)
+                self._say([_transposes_left(base, lowered.nodes)])
+            _release_memory()
+            report, models = self._family(folder, parts, base, lowered, log)
+            self._write(folder, parts, report, models, lowered.nodes, provenance, started)
             if self.log_path is not None:
                 log.flush()
                 shutil.copyfile(self.log_path, folder / "log.txt")
@@ -795,40 +836,144 @@ class _Job:
         return bundle
 
     def _references(
-        self, where: Path, program: TracedProgram, data: _Data, provenance: Mapping[str, Any]
-    ) -> tuple[Reference, Reference]:
-        from tpu2edge.runtime_check.reference import ReferenceWriter
+        self,
+        where: Path,
+        program: TracedProgram,
+        data: _Data,
+        provenance: Mapping[str, Any],
+        log: IO[bytes],
+    ) -> _Truth:
+        """All references of the bundle: the one asked for, the eager module, the oracle."""
+        from tpu2edge.runtime_check.parity import noise_floor
 
         if not data.samples:
             raise DataError("there is no sample to check with", do="give --inputs with samples")
-        weights = provenance.get("weights_sha256")
-        common: dict[str, Any] = {"data": data.source, "weights_sha256": weights}
-        total = len(data.samples)
-        main = ReferenceWriter(
-            where, program.signature, provider="eager", precision="f32", **common
-        )
-        side = ReferenceWriter(
-            where / "oracle",
-            program.signature,
-            provider="oracle-f64",
-            precision="f64",
-            borrow_inputs="..",
-            **common,
-        )
+        main = self._main_outputs(program, data, log)
+        common: dict[str, Any] = {
+            "data": data.source,
+            "weights_sha256": provenance.get("weights_sha256"),
+        }
+        writers = {
+            "oracle": _writer(where / "oracle", program, "oracle-f64", "f64", common, borrow=True)
+        }
+        if main is None:
+            writers["eager"] = _writer(where, program, "eager", "f32", common)
+        else:
+            writers["main"] = _writer(
+                where, program, main.provider, main.precision, common, extra=main.extra
+            )
+            writers["eager"] = _writer(
+                where / "eager", program, "eager", "f32", common, borrow=True
+            )
+        oracles = program.oracles(sample.inputs for sample in data.samples)
         for index, sample in enumerate(data.samples):
-            self.progress("reference: eager and float64", index, total)
+            self.progress("reference: eager and float64", index, len(data.samples))
             known = data.eager.get(sample.id)
-            main.add(sample, program.eager(sample.inputs) if known is None else known)
-            side.add(sample, program.oracle(sample.inputs))
+            oracle = next(oracles)
+            if main is not None:
+                outputs = main.outputs[index] if main.provider != "oracle-f64" else oracle
+                writers["main"].add(sample, outputs)
+            eager = program.eager(sample.inputs) if known is None else known
+            writers["eager"].add(sample, eager)
+            writers["oracle"].add(sample, oracle)
         if program.oracle_exceptions:
             names = ", ".join(program.oracle_exceptions)
             text = f"the float64 oracle computes {names} in the program's own precision"
             self._say([Note(code="oracle-exception", text=text)])
-        return main.close(), side.close()
+        closed = {
+            name: writers[name].close() for name in ("main", "eager", "oracle") if name in writers
+        }
+        truth = _Truth(closed.get("main", closed["eager"]), closed["oracle"])
+        if main is not None:
+            truth.eager = closed["eager"]
+            truth.floor = noise_floor(truth.reference, closed["oracle"])
+            if data.given is not None:
+                truth.proof = self._prove(program, data, truth, log)
+        return truth
+
+    def _main_outputs(
+        self, program: TracedProgram, data: _Data, log: IO[bytes]
+    ) -> references.Predicted | None:
+        """The outputs that the file is held to; None for the eager module's."""
+        choice = self.choice
+        if data.given is not None:
+            given = data.given
+            return references.Predicted(
+                outputs=_LazyOutputs(given),
+                provider=given.provider,
+                precision=given.precision,
+                extra=dict(given.extra),
+                notes=(),
+            )
+        if choice.kind == "eager":
+            return None
+        if choice.kind == "f64":
+            return references.Predicted(
+                outputs=(), provider="oracle-f64", precision="f64", extra={}, notes=()
+            )
+        try:
+            predicted = self._predict(program, data.samples, choice, log)
+        except (ConversionError, DeviceError, OptionError) as error:
+            if choice.kind != "auto":
+                raise
+            text = f"compared with the torch module in float32: no TPU prediction: {error.what}"
+            self._say([Note(code="no-prediction", text=text)])
+            return None
+        self._say(predicted.notes)
+        return predicted
+
+    def _predict(
+        self,
+        program: TracedProgram,
+        samples: Sequence[Sample],
+        choice: references.ReferenceChoice,
+        log: IO[bytes],
+    ) -> references.Predicted:
+        if self.isolate:
+            return references.predict_isolated(
+                program.tapped,
+                program.tapped_signature,
+                samples,
+                choice,
+                log=log,
+                progress=self.progress,
+            )
+        return references.predict_outputs(
+            program.tapped, program.tapped_signature, samples, choice, progress=self.progress
+        )
+
+    def _prove(
+        self, program: TracedProgram, data: _Data, truth: _Truth, log: IO[bytes]
+    ) -> list[CaseReport]:
+        """The first comparison: were the captured outputs made from these weights and inputs?"""
+        reference, eager = truth.reference, truth.eager
+        assert eager is not None
+        precision = references.precision_of_label(reference.precision)
+        if reference.provider.startswith("tpu-emulated"):
+            return []
+        if precision is None:
+            if reference.precision != "f32":
+                return []
+            near: Any = _LazyOutputs(eager)
+            return references.prove_reference(
+                reference, lambda: near, truth.floor, "the module on this CPU"
+            )
+        generation = references.generation_of(reference)
+        choice = references.ReferenceChoice(
+            kind="tpu-emulated", generation=generation, precision=precision
+        )
+        try:
+            predicted = self._predict(program, data.samples, choice, log)
+        except (ConversionError, DeviceError, OptionError) as error:
+            text = f"whether the reference belongs to these weights is not proved: {error.what}"
+            self._say([Note(code="not-proved", text=f"{text} ({error.do})")])
+            return []
+        label = f"this CPU with TPU {generation} numerics"
+        return references.prove_reference(reference, lambda: predicted.outputs, truth.floor, label)
 
     def _lower(
         self, folder: Path, programs: Sequence[TracedProgram], log: IO[bytes]
-    ) -> tuple[Path, dict[str, Any]]:
+    ) -> tuple[Path, Lowered]:
         from tpu2edge.export.lower import Loweree, lower_isolated, lower_programs
 
         base = folder / "model.float32.tflite"
@@ -838,14 +983,14 @@ class _Job:
         else:
             lowered = lower_programs(lowerees, base, progress=self.progress)
         self._say(lowered.notes)
-        return base, dict(lowered.nodes)
+        return base, lowered
 
     def _family(
         self,
         folder: Path,
         parts: Sequence[_Part],
         base: Path,
-        nodes: Mapping[str, Any],
+        lowered: Lowered,
         log: IO[bytes],
     ) -> tuple[ParityReport, list[tuple[EdgeModel, Budget]]]:
         from tpu2edge.quantize.apply import quantize_file
@@ -861,12 +1006,15 @@ class _Job:
                 quantize_file(base, file, recipe, log=log)
                 _refuse_unchanged(base, file, recipe)
             model = _tested_model(file, [part.program.signature for part in parts], recipe)
-            budget = self._budget(recipe)
+            budget = self._budget(recipe, [part.truth for part in parts])
             for device in self.devices:
                 for part in parts:
                     report = self._check(folder, model, budget, device, part, parts, log)
                     if recipe == "float32" and device == "host":
-                        _refuse_unrunnable(report, file, nodes)
+                        _refuse_unrunnable(report, file, lowered.nodes)
+                    if device == "host":
+                        cases = self._check_taps(model, budget, part, lowered, log)
+                        report = replace(report, cases=(*report.cases, *cases))
                     if recipe in self.recipes:
                         reports.append(report)
             if recipe in self.recipes:
@@ -875,7 +1023,9 @@ class _Job:
             shutil.rmtree(folder / part.where / _KEPT, ignore_errors=True)
         if "float32" not in self.recipes:
             base.unlink()
-        return _merged(reports), models
+        merged = _merged(reports)
+        proofs = [case for part in parts for case in part.truth.proof]
+        return replace(merged, cases=(*proofs, *merged.cases)), models
 
     def _check(
         self,
@@ -888,6 +1038,7 @@ class _Job:
         log: IO[bytes],
     ) -> ParityReport:
         """One file on one device with one signature's samples."""
+        from tpu2edge.runtime_check.budget import default_budget
         from tpu2edge.runtime_check.parity import check_model
         from tpu2edge.runtime_check.reference import Reference
 
@@ -898,19 +1049,54 @@ class _Job:
         known = not is_float and (kept / "manifest.json").is_file()
         return check_model(
             model,
-            part.reference,
+            part.truth.reference,
             budget,
-            oracle=part.oracle,
+            oracle=part.truth.oracle,
+            eager=part.truth.eager,
+            conversion=default_budget("float32"),
+            floor=part.truth.floor,
             float_outputs=Reference.load(kept, verify=False) if known else None,
             device=device,
             threads=self.threads,
             constant_outputs=part.program.constant_outputs,
             other_outputs=frozenset(
-                spec.name for other in parts for spec in other.program.signature.outputs
+                name
+                for other in parts
+                for name in (
+                    *(spec.name for spec in other.program.signature.outputs),
+                    *other.program.taps,
+                )
             ),
             keep=kept if keep else None,
             log=log,
             progress=self.progress,
+        )
+
+    def _check_taps(
+        self,
+        model: EdgeModel,
+        budget: Budget,
+        part: _Part,
+        lowered: Lowered,
+        log: IO[bytes],
+    ) -> tuple[CaseReport, ...]:
+        """The values before a final softmax or sigmoid, where the file still has them."""
+        from tpu2edge.runtime_check.budget import default_budget
+        from tpu2edge.runtime_check.parity import check_taps
+
+        if not part.program.taps:
+            return ()
+        return check_taps(
+            model,
+            part.truth.reference,
+            _taps_in(model.path, part.program, lowered.origins),
+            budget,
+            oracle=part.truth.oracle,
+            eager=part.truth.eager,
+            conversion=default_budget("float32"),
+            floor=part.truth.floor,
+            threads=self.threads,
+            log=log,
         )
 
     def _write(
@@ -932,6 +1118,7 @@ class _Job:
             tensors = [t.name for graph in read_tflite(model.path).subgraphs for t in graph.tensors]
             layers.update(bundles.layers_of_tensors(tensors, nodes))
         write_atomically(folder / "layers.json", canonical_json(layers))
+        _write_state(folder / "state.npz", [part.program for part in parts])
         self.progress.end()
         bundles.write_manifest(
             folder,
@@ -945,6 +1132,7 @@ class _Job:
                         "signature": part.program.signature.to_json(),
                         "reference": part.where,
                         "constant_outputs": sorted(part.program.constant_outputs),
+                        "state": dict(part.program.state),
                     }
                     for part in parts
                 ],
@@ -973,6 +1161,75 @@ class _Job:
         )
 
 
+@dataclass(slots=True)
+class _Truth:
+    """What the files are compared with; ``eager`` is None when it is the reference itself."""
+
+    reference: Reference
+    oracle: Reference | None
+    eager: Reference | None = None
+    floor: dict[str, OutputMetrics] = field(default_factory=dict)
+    proof: list[CaseReport] = field(default_factory=list)
+
+
+def _truth_of(bundle: Bundle, signature: str) -> _Truth:
+    """What a bundle's own signature was held to when it was made."""
+    from tpu2edge.runtime_check.parity import noise_floor
+
+    reference = bundle.reference(signature=signature)
+    truth = _Truth(reference, bundle.reference("oracle", signature=signature))
+    if (reference.path / "eager").is_dir():
+        assert truth.oracle is not None
+        truth.eager = bundle.reference("eager", signature=signature)
+        truth.floor = noise_floor(reference, truth.oracle)
+    return truth
+
+
+class _LazyOutputs(Sequence[Any]):
+    """A reference's outputs as a sequence, read one by one."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+
+    def __len__(self) -> int:
+        return len(self._reference)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._reference.outputs(index)
+
+
+def _writer(
+    path: Path,
+    program: TracedProgram,
+    provider: str,
+    precision: str,
+    common: Mapping[str, Any],
+    *,
+    borrow: bool = False,
+    extra: Mapping[str, Any] | None = None,
+) -> ReferenceWriter:
+    from tpu2edge.runtime_check.reference import ReferenceWriter
+
+    return ReferenceWriter(
+        path,
+        program.signature,
+        provider=provider,
+        precision=precision,
+        borrow_inputs=".." if borrow else None,
+        extra=extra,
+        **common,
+    )
+
+
+def _write_state(file: Path, programs: Sequence[TracedProgram]) -> None:
+    """The values that an app starts from; signatures that share a buffer share its value."""
+    import numpy as np
+
+    values: dict[str, Any] = {name: p.example[name] for p in programs for name in p.state}
+    if values:
+        np.savez(file, **values)
+
+
 def _tested_model(file: Path, signatures: Sequence[Signature], recipe: str) -> EdgeModel:
     return EdgeModel(
         path=file,
@@ -986,6 +1243,41 @@ def _tested_model(file: Path, signatures: Sequence[Signature], recipe: str) -> E
 _NO_KERNEL = re.compile(r"[Dd]idn't find op for builtin opcode '(?P<op>\w+)'")
 _NODE_FAILED = re.compile(r"Node number (?P<node>\d+) \((?P<op>\w+)\) failed to (?P<what>\w+)")
 _CUSTOM = re.compile(r"Encountered unresolved custom op: (?P<op>[\w.]+)")
+
+
+def _taps_in(file: Path, program: TracedProgram, origins: Mapping[str, str]) -> list[Tap]:
+    """The file's tensors that hold the values before final activations.
+
+    A tensor is called after the nodes that it was fused from; the last name of the last node that
+    an exported one was decomposed to holds its result.
+    """
+    from tpu2edge.flatbuffer import before_squashing, read_tflite
+    from tpu2edge.runtime_check.devices.client import Tap
+
+    read = read_tflite(file)
+    entry = next((e for e in read.signatures if e.name == program.signature.name), None)
+    if entry is None:
+        return []
+    graph = read.subgraphs[entry.subgraph]
+    made = {index for operator in graph.operators for index in operator.outputs}
+    squashed = before_squashing(read)
+    found: list[Tap] = []
+    for output, name, node in zip(
+        program.tapped_outputs, program.taps, program.tap_nodes, strict=True
+    ):
+        endings = [f"/{label};" for label, origin in origins.items() if origin == node]
+        index = next(
+            (
+                tensor.index
+                for ending in reversed(endings)
+                for tensor in graph.tensors
+                if tensor.index in made and tensor.name.endswith(ending)
+            ),
+            squashed.get((entry.name, output)),
+        )
+        if index is not None:
+            found.append(Tap(name, index, entry.name))
+    return found
 
 
 def _refuse_unrunnable(report: ParityReport, file: Path, nodes: Mapping[str, Any]) -> None:
@@ -1093,16 +1385,17 @@ def _synthetic(program: TracedProgram, count: int, seed: int) -> _Data:
     usable: list[Sample] = []
     notes: list[Note] = []
     eager: dict[str, Tensors] = {}
+    chain = _Chain(program)
     for sample in made:
         try:
-            eager[sample.id] = program.eager(sample.inputs)
+            called, eager[sample.id] = chain.call(sample)
         except Tpu2EdgeError:
             if sample.id == "example":
                 raise
             text = f"synthetic sample '{sample.id}' is one that the module cannot take: left out"
             notes.append(Note(code="sample-left-out", text=text))
         else:
-            usable.append(sample)
+            usable.append(called)
     usable.extend(_dynamic_ends(program, seed))
     notes.append(
         Note(
@@ -1136,8 +1429,88 @@ def _dynamic_ends(program: TracedProgram, seed: int) -> list[Sample]:
         made = synthetic_samples(
             program.example, program.signature.inputs, count=2, seed=seed, sizes=sizes
         )
-        samples.append(Sample(id=f"{label}-size", inputs=made[-1].inputs))
+        initial = {name: program.example[name] for name in program.state}
+        samples.append(Sample(id=f"{label}-size", inputs={**made[-1].inputs, **initial}))
     return samples
+
+
+class _Chain:
+    """Calls of the eager module one after the other, each with the state that the last one left.
+
+    So the samples of a stateful program have states that really occur. Without state it is eager.
+    """
+
+    def __init__(self, program: TracedProgram) -> None:
+        self._program = program
+        self._initial = {name: program.example[name] for name in program.state}
+        self._state: Tensors = self._initial
+
+    def call(self, sample: Sample, *, own: bool = False) -> tuple[Sample, Tensors]:
+        """The sample with its state, unless it brings its ``own``, and the outputs."""
+        program = self._program
+        if not program.state:
+            return sample, program.eager(sample.inputs)
+        outputs: Tensors
+        if own:
+            outputs = program.eager(sample.inputs)
+        else:
+            sample, outputs = self._with_state(sample)
+        self._state = {
+            name: outputs[name].astype(value.dtype) for name, value in self._initial.items()
+        }
+        return sample, outputs
+
+    def _with_state(self, sample: Sample) -> tuple[Sample, Tensors]:
+        called = Sample(id=sample.id, inputs={**sample.inputs, **self._state})
+        try:
+            return called, self._program.eager(called.inputs)
+        except Tpu2EdgeError:  # a cache that is full, say: from the beginning again
+            called = Sample(id=sample.id, inputs={**sample.inputs, **self._initial})
+            return called, self._program.eager(called.inputs)
+
+
+def _chained(program: TracedProgram, data: _Data) -> _Data:
+    """``data`` with a state in each sample of a stateful program: the one the sample before left."""
+    if not program.state:
+        return data
+    chain = _Chain(program)
+    samples: list[Sample] = []
+    eager: dict[str, Tensors] = {}
+    for sample in data.samples:
+        own = all(name in sample.inputs for name in program.state)
+        called, eager[sample.id] = chain.call(sample, own=own)
+        samples.append(called)
+    return _Data(samples, data.source, data.notes, eager)
+
+
+def _replayed(
+    programs: Sequence[TracedProgram], source: Reference | Path | str | None, weights_sha256: str
+) -> list[_Data]:
+    """The samples of captured references, which have to fit the programs and their weights."""
+    from tpu2edge.runtime_check.reference import Reference
+
+    assert source is not None
+    found = [source] if isinstance(source, Reference) else list(_references_of(Path(source), None))
+    known = {reference.signature.name: reference for reference in found}
+    data: list[_Data] = []
+    for program in programs:
+        reference = known.get(program.signature.name)
+        if reference is None and len(programs) == len(found) == 1:
+            reference = found[0]  # captured under another name
+        if reference is None:
+            raise DataError(
+                f"the reference has no samples for the signature '{program.signature.name}'",
+                do=f"it has {sorted(known)}",
+            )
+        samples, notes = references.replay(reference, program.signature, weights_sha256)
+        data.append(_Data(samples, reference.data, notes, given=reference))
+    return data
+
+
+def _choice(reference: Reference | Path | str) -> references.ReferenceChoice:
+    if isinstance(reference, (str, Path)):
+        return references.ReferenceChoice.parse(reference)
+    return references.ReferenceChoice(kind="given")
 
 
 def _given(
@@ -1161,7 +1534,12 @@ def _given(
             raise refused
     source = {"kind": "given"}
     return [
-        _or_synthetic(program, _Data(mine, {**source, "count": len(mine)}), num_samples, seed)
+        _or_synthetic(
+            program,
+            _chained(program, _Data(mine, {**source, "count": len(mine)})),
+            num_samples,
+            seed,
+        )
         for program, mine in zip(programs, found, strict=True)
     ]
 
@@ -1179,8 +1557,6 @@ def _or_synthetic(program: TracedProgram, data: _Data, num_samples: int, seed: i
 
 def _from_files(programs: Sequence[TracedProgram], request: ExportRequest) -> list[_Data]:
     """The samples in files; with several signatures each file goes to those that it fits."""
-    from tpu2edge.runtime_check.samples import load_samples
-
     digests = {path: {"name": path.name, "sha256": _digest(path)} for path in request.inputs}
     if len(programs) == 1:
         fitting = [list(request.inputs)]
@@ -1190,7 +1566,7 @@ def _from_files(programs: Sequence[TracedProgram], request: ExportRequest) -> li
             refused: DataError | None = None
             for program, mine in zip(programs, fitting, strict=True):
                 try:
-                    load_samples([path], program.signature.inputs, lambda note: None)
+                    _loaded([path], program, lambda note: None)
                 except DataError as error:
                     refused = refused or error
                 else:
@@ -1204,28 +1580,47 @@ def _from_files(programs: Sequence[TracedProgram], request: ExportRequest) -> li
             result.append(_or_synthetic(program, empty, request.num_samples, request.seed))
             continue
         noted: list[Note] = []
-        loaded = load_samples(mine, program.signature.inputs, noted.append)
+        loaded = _loaded(mine, program, noted.append)
         extra = _dynamic_ends(program, request.seed)
         source = {"kind": "files", "files": [digests[path] for path in mine]}
-        result.append(_Data([*loaded, *extra], source, noted))
+        result.append(_chained(program, _Data([*loaded, *extra], source, noted)))
     return result
+
+
+def _loaded(paths: Sequence[Path], program: TracedProgram, on_note: NoteSink) -> Sequence[Sample]:
+    """The samples in files; those of a stateful program may leave the state out."""
+    from tpu2edge.runtime_check.samples import load_samples
+
+    inputs = program.signature.inputs
+    if program.state:
+        own = [spec for spec in inputs if spec.name not in program.state]
+        with contextlib.suppress(DataError):
+            return load_samples(paths, own, on_note)
+    return load_samples(paths, inputs, on_note)
 
 
 def _given_sample(program: TracedProgram, identity: str, tensors: Mapping[str, Any]) -> Sample:
     unknown = set(tensors) - {spec.name for spec in program.signature.inputs}
-    missing = [s.name for s in program.signature.inputs if s.name not in tensors]
+    specs = _given_specs(program, tensors)
+    missing = [spec.name for spec in specs if spec.name not in tensors]
     if unknown or missing:
         raise DataError(
             f"sample '{identity}' has the inputs {sorted(tensors)}",
-            do=f"give {[s.name for s in program.signature.inputs]}",
+            do=f"give {[spec.name for spec in specs]}",
         )
     return Sample(
         id=identity,
         inputs={
             spec.name: _edge_array(_array(_host(tensors[spec.name])), spec, identity)
-            for spec in program.signature.inputs
+            for spec in specs
         },
     )
+
+
+def _given_specs(program: TracedProgram, names: Iterable[str]) -> list[TensorSpec]:
+    """The inputs that samples with these names should have: the state may be left out as a whole."""
+    stateful = any(name in program.state for name in names)
+    return [s for s in program.signature.inputs if stateful or s.name not in program.state]
 
 
 def _array(value: Any) -> Any:
@@ -1369,6 +1764,13 @@ def _merged(reports: Sequence[ParityReport]) -> ParityReport:
     for report in reports[1:]:
         merged = merged.merged(report)
     return merged
+
+
+def _release_memory() -> None:
+    """Hand freed memory back to the system, for glibc keeps it: the next stage starts lower."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _digest(path: Path) -> str | None:

@@ -25,11 +25,13 @@ __all__ = [
     "Array",
     "Dim",
     "EdgeModel",
+    "HloArgument",
     "LayerSource",
     "Note",
     "Progress",
     "Sample",
     "Signature",
+    "StableHlo",
     "TensorSpec",
     "Verdict",
     "no_progress",
@@ -204,6 +206,47 @@ class Note:
 
     def __str__(self) -> str:
         return self.text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HloArgument:
+    """One flat argument of a StableHLO program: a weight, or an input of the user's.
+
+    ``dtype`` is the program's own (an int64 input may be int32 there). A weight's values are
+    fetched by calling ``array``, which returns them without a copy where that is possible.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    array: Callable[[], Array] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether the value comes with the program (parameter, buffer, constant)."""
+        return self.array is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StableHlo:
+    """A program as StableHLO, with weights as arguments beside the user's inputs.
+
+    Operations carry the torch module they come from as a location ``module:<path>`` when the route
+    knows it. ``outputs`` stand in the program's order and carry the model's own dtypes, which the
+    program may have narrowed (int64 to int32, float64 to float32).
+    """
+
+    module: bytes = field(repr=False)  # MLIR text, UTF-8
+    route: str  # "torchtpu", "torchax" or "litert-torch"
+    versions: Mapping[str, str]
+    arguments: tuple[HloArgument, ...]
+    outputs: tuple[TensorSpec, ...]
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[HloArgument, ...]:
+        """The user's inputs, in the program's order."""
+        return tuple(argument for argument in self.arguments if not argument.is_weight)
 
 
 class Verdict(enum.StrEnum):

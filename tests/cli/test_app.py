@@ -286,6 +286,7 @@ def test_export_hands_every_option_on(exported: dict[str, Any], tmp_path: Path) 
     arguments += " --dynamic x.0=1:4 --signature-name run --recipe a --recipe b --budget sqnr>=30dB"
     arguments += " --shapes x=1,2 --channels-last x --channels-last-output y"
     arguments += " --device host --device qemu --threads 2 --seed 7 --force"
+    arguments += " --reference tpu-emulated:v6e@high"
     assert main(["export", *arguments.split()]) == 1
     assert (exported["job"], exported["output"]) == ("export", Path("out"))
     assert exported["request"] == {
@@ -305,6 +306,7 @@ def test_export_hands_every_option_on(exported: dict[str, Any], tmp_path: Path) 
         "threads": 2,
         "seed": 7,
         "force": True,
+        "reference": "tpu-emulated:v6e@high",
     }
 
 
@@ -327,6 +329,7 @@ def test_export_has_the_documented_defaults(exported: dict[str, Any]) -> None:
         "threads": None,
         "seed": 0,
         "force": False,
+        "reference": None,
     }
 
 
@@ -345,7 +348,7 @@ def test_export_prints_the_table_the_reasons_and_what_to_type_next(
     assert tail == [
         "FAIL dynamic_wi8_afp32 on host, output 'logits': sqnr 18.2 dB, wanted at least 25 dB",
         "    dynamic_wi8_afp32 on host, output 'logits': the largest step of the error is "
-        "quantization: 18.2 dB (float32 130.0, conversion 120.0)",
+        "the quantization: 18.2 dB (float32 130.0 dB, conversion 120.0 dB)",
         "ERROR float32 on qemu, outputs 'logits', '[mask]': the worker was killed by SIGILL",
         "note float32 on host, output '[mask]': the same value in all samples",
         f"export done 12.3s, saved as '{output}' (6.2 MB), but parity FAIL",

@@ -447,3 +447,22 @@ def test_inputs_that_ask_for_gradients_are_only_read():
     assert traced.example["x"].tolist() == x.tolist()
     assert x.requires_grad
     assert x.grad is None
+
+
+def test_a_cast_to_half_precision_in_forward_is_computed_in_float32_and_said():
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2).bfloat16()
+
+        def forward(self, x):
+            return self.layer(x.bfloat16()).float()
+
+    module = Casts().eval()
+    traced = trace_module(module, (X,))
+    weight, bias = (p.detach().double() for p in module.layer.parameters())
+    wanted = torch.nn.functional.linear(X.double(), weight, bias).numpy()
+    np.testing.assert_allclose(traced.eager(traced.example)["output_0"], wanted, rtol=1e-5)
+    np.testing.assert_allclose(traced.oracle(traced.example)["output_0"], wanted, rtol=1e-12)
+    assert any("half precision" in text for text in texts(traced, "computed-in-float32"))
+    assert module.layer.weight.dtype is torch.bfloat16

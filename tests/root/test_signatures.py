@@ -89,6 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def request(folder: Path, name: str, source: str = "coder.py", **options: Any) -> ExportRequest:
+    options.setdefault("reference", "eager")
     return ExportRequest(source=str(folder / source), output=folder / name, **options)
 
 

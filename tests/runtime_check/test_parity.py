@@ -329,7 +329,7 @@ def test_a_worker_that_dies_is_an_error_for_all_outputs_and_no_exception(right, 
     assert report.exit_code == 4
     for case in report.cases:
         assert case.verdict is Verdict.ERROR
-        assert codes(case) == ["device-run"]
+        assert codes(case) == ["device-start"]
         assert "SIGSEGV" in case.reasons[0].text
         assert case.device == "phone"
     assert check_model(right, reference, FLOAT).verdict is Verdict.PASS

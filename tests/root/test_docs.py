@@ -1,0 +1,116 @@
+"""README and docs say what is so: commands parse, marked blocks run, tables agree with the code."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from tpu2edge.cli.app import app
+from tpu2edge.quantize.recipes import RECIPES
+from tpu2edge.runtime_check.budget import default_budget
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/budgets.md", "docs/architecture.md")
+_BLOCK = re.compile(
+    r"(?:<!-- test: (?P<mark>[^>]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def blocks(document: str) -> list[re.Match[str]]:
+    return list(_BLOCK.finditer((ROOT / document).read_text()))
+
+
+def commands(document: str) -> list[list[str]]:
+    lines = [
+        line
+        for block in blocks(document)
+        if block["language"] == "sh"
+        for line in block["text"].splitlines()
+    ]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_tpu2edge_command_in_the_documents_parses(document: str) -> None:
+    group = get_command(app)
+    for words in commands(document):
+        if words[0] != "tpu2edge":
+            continue
+        with group.make_context("tpu2edge", words[1:2]) as context:
+            command = group.get_command(context, words[1])  # type: ignore[attr-defined]
+            command.make_context(words[1], words[2:]).close()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_other_command_in_the_documents_names_files_and_targets_that_exist(
+    document: str,
+) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in commands(document):
+        if words[0] == "make":
+            assert words[1] in targets
+        elif words[0] == "python":
+            files = [word for word in words if word.startswith(("examples/", "constraints"))]
+            assert files
+            assert all((ROOT / file).is_file() for file in files)
+        else:
+            assert words[0] == "tpu2edge"
+
+
+def test_the_marked_blocks_of_the_readme_run_in_order(tmp_path: Path) -> None:
+    beside = str(Path(sys.executable).parent)
+    env = {**os.environ, "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}"}
+    ran = 0
+    for block in blocks("README.md"):
+        mark = block["mark"] or ""
+        if mark.startswith("file "):
+            (tmp_path / mark.removeprefix("file ")).write_text(block["text"])
+        elif mark == "run":
+            program = ["sh", "-e", "-c"] if block["language"] == "sh" else [sys.executable, "-c"]
+            text = block["text"].replace("tpu2edge ", f"{sys.executable} -m tpu2edge ")
+            if block["language"] == "python":
+                text = block["text"]
+            done = subprocess.run(
+                [*program, text],
+                cwd=tmp_path,
+                env=env,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            ran += 1
+    assert ran == 3
+    assert (tmp_path / "out" / "model.dynamic_wi8_afp32.tflite").is_file()
+
+
+def test_files_linked_from_the_documents_exist() -> None:
+    for document in DOCUMENTS:
+        folder = (ROOT / document).parent
+        text = (ROOT / document).read_text()
+        for link in re.findall(r"\]\(([^)#]+)\)", text):
+            assert link.startswith("http") or (folder / link).exists(), (document, link)
+
+
+def test_the_table_of_default_budgets_is_that_of_the_code() -> None:
+    text = (ROOT / "docs" / "budgets.md").read_text()
+    rows = re.findall(r"^\| (`[^|]+`) \| `([^|]+)` \| `([^|]+)` \|$", text, re.MULTILINE)
+    told: dict[str, tuple[str, str]] = {}
+    for names, floats, integers in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            told[name] = (floats, integers)
+    for name in RECIPES:
+        budget = default_budget(name)
+        assert told[name] == (
+            budget.describe("", is_float=True),
+            budget.describe("", is_float=False),
+        )
+    assert set(told) == set(RECIPES)
