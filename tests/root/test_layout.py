@@ -81,8 +81,8 @@ def test_a_pure_conv_net_has_nhwc_inputs_and_outputs_and_no_transpose(folder: Pa
     assert signature.output("map").shape == (1, 8, 6, 4)
     assert transposes(bundle) == 0
     assert "no TRANSPOSE is left" in note(bundle)
-    # The reference is in the file's layout: the module's own answer on the permuted sample.
-    reference = bundle.reference()
+    # All references are in the file's layout: the module's own answer on the permuted sample.
+    reference = bundle.reference("oracle")
     x = torch.from_numpy(reference.inputs(2)["x"]).permute(0, 3, 1, 2)
     module = _module(folder)
     with torch.no_grad():
