@@ -68,6 +68,20 @@ def export(
             "Repeatable for other inputs: the k-th shapes belong together.",
         ),
     ] = None,
+    channels_last: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="An input that the file takes with channels last (NHWC); --inputs, --shapes and "
+            "--dynamic are then in that layout. Repeatable.",
+        ),
+    ] = None,
+    channels_last_output: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="An output that the file gives with channels last. Repeatable."
+        ),
+    ] = None,
     signature_name: Annotated[
         str, typer.Option(metavar="NAME", help="Name of the entry in the file.")
     ] = "serving_default",
@@ -114,6 +128,7 @@ def export(
       tpu2edge export model.py:build --checkpoint weights.safetensors --inputs samples.npz -o out
       tpu2edge export model.py --recipe float32 --recipe dynamic_wi8_afp32 -o out
       tpu2edge export model.py --shapes x=1x3x224x224,8x3x224x224 -o out
+      tpu2edge export model.py --channels-last x -o out
       tpu2edge export model.py --dynamic tokens.1=8:128 --budget 'sqnr>=60dB' -o out
     """
     from tpu2edge.cli import printing
@@ -129,6 +144,8 @@ def export(
         num_samples=num_samples,
         dynamic=tuple(dynamic or ()),
         shapes=tuple(shapes or ()),
+        channels_last=tuple(channels_last or ()),
+        channels_last_output=tuple(channels_last_output or ()),
         signature_name=signature_name,
         recipes=tuple(recipe or ("float32",)),
         budgets=tuple(budget or ()),

@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.node import map_aggregate
 
-__all__ = ["KEPT_WHOLE", "TAKEN_APART", "Lowerings", "fold_constants", "lowering_of"]
+__all__ = ["KEPT_WHOLE", "LOWERED", "TAKEN_APART", "Lowerings", "fold_constants", "lowering_of"]
 
 aten = torch.ops.aten
 
@@ -64,12 +64,21 @@ def _lower(*ops: Any) -> Callable[[_Function], _Function]:
     return register
 
 
-def lowering_of(target: Any) -> _Function:
-    """The function ``(lowerings, node, *args, **kwargs)`` for an operator.
+#: Our own operators (rewrites/native.py) whose registered lowerings take unknown sizes, too.
+_NATIVE = tuple(
+    f"tpu2edge.{name}.default"
+    for name in ("transpose", "gather", "top_k", "div", "floor_div", "floor_mod")
+)
+
+
+def lowering_of(target: Any) -> _Function | None:
+    """The function ``(lowerings, node, *args, **kwargs)`` for an operator; None: the usual one.
 
     Raises:
         NotImplementedError: no lowering of it is known to be right.
     """
+    if str(target) in _NATIVE:
+        return None
     if target in _TABLE:
         return _TABLE[target]
     raise NotImplementedError("it has no form in LiteRT for sizes that change")
@@ -1406,3 +1415,7 @@ def _refuse_uneven(node: Any, given: torch.Tensor, fake: torch.Tensor) -> None:
     for axis, scale in zip((2, 3), scales, strict=False):
         if type(given.shape[axis]) is int and given.shape[axis] * scale != fake.shape[axis]:
             raise NotImplementedError("it has a form where the scale is the ratio of the sizes")
+
+
+#: All operators that have a lowering here.
+LOWERED = frozenset(op for op in _TABLE if isinstance(op, torch._ops.OpOverload))

@@ -35,7 +35,7 @@ from tpu2edge.errors import (
     Tpu2EdgeError,
     error_from_json,
 )
-from tpu2edge.export import blame, dynamic_sizes, rewrites, state
+from tpu2edge.export import blame, dynamic_sizes, layout, rewrites, state
 from tpu2edge.export.default_sizes import write_smallest_sizes
 from tpu2edge.export.loops import outline_loops
 from tpu2edge.export.own_outputs import own_outputs
@@ -169,6 +169,7 @@ def lower_programs(
             if any(toolkit.is_by_reference(attr) for attr in constants.constant_cache.values()):
                 merged = toolkit.fold(merged, context, notes)
             with context:
+                layout.fold_transposes(toolkit.ir, _operation(merged))
                 own_outputs(toolkit.ir, _operation(merged))
             progress("write")
             toolkit.converter.export_flatbuffer_to_file(_operation(merged), str(path))
@@ -341,6 +342,7 @@ class _Toolkit:
 
     def convert_passes(self, program: ExportedProgram, dynamic: bool) -> ExportedProgram:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(layout.group_norm_in_place())
             if dynamic:  # composite operators take fixed sizes only
                 passes = self._core.fx_passes
                 nothing = passes.EliminateDeadCodePass
@@ -349,14 +351,26 @@ class _Toolkit:
         return result
 
     def table(self, table: Any, dynamic: bool) -> Any:
-        """A decomposition table with ours; without what is lowered whole for dynamic sizes."""
-        if dynamic:
-            for op in dynamic_sizes.KEPT_WHOLE:
+        """A decomposition table with our rewrites.
+
+        For dynamic sizes without what has a lowering of its own there: the rewrites of those are
+        for fixed sizes, and partly in operators of LiteRT that such a lowering does not know.
+        """
+        if not dynamic:
+            return rewrites.add_decompositions(table, self.applied)
+        for op in dynamic_sizes.KEPT_WHOLE:
+            table.pop(op, None)
+        usual = torch.export.default_decompositions()
+        for op in dynamic_sizes.TAKEN_APART:
+            table[op] = usual[op]
+        own = {op: table.get(op) for op in dynamic_sizes.LOWERED}
+        table = rewrites.add_decompositions(table, self.applied)
+        for op, before in own.items():
+            if before is not None:
+                table[op] = before
+            else:
                 table.pop(op, None)
-            usual = torch.export.default_decompositions()
-            for op in dynamic_sizes.TAKEN_APART:
-                table[op] = usual[op]
-        return rewrites.add_decompositions(table, self.applied)
+        return table
 
     def lowering_decompositions(self, dynamic: bool) -> Any:
         # Not `table | {…}`: that gives a plain dict without the composite operators of the table.
@@ -384,7 +398,9 @@ class _Toolkit:
             def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
                 node = self.lctx.node
                 if target is not operator.getitem and _meets_dynamic(node):
-                    return dynamic_sizes.lowering_of(target)(sizes, node, *args, **kwargs)
+                    lowering = dynamic_sizes.lowering_of(target)
+                    if lowering is not None:
+                        return lowering(sizes, node, *args, **kwargs)
                 return super().call_function(target, args, kwargs)
 
         def keep(program: ExportedProgram, *_args: Any, **_kwargs: Any) -> ExportedProgram:

@@ -133,6 +133,12 @@ class TracedProgram:
         """Operators that the oracle had to compute in the program's own precision."""
         return self._oracle.exceptions
 
+    @property
+    def is_channels_last(self) -> bool:
+        """Whether inputs or outputs of the file have another layout than the module's."""
+        layout = self._layout
+        return layout is not None and bool(layout.last_inputs or layout.last_outputs)
+
     def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, Array]:
         names = [spec.name for spec in self.signature.outputs]
         if len(tensors) > len(names):

@@ -434,6 +434,10 @@ def _shape_hint(shape: tuple[int, ...], spec: TensorSpec) -> str:
                 return f"the channels are last, the model wants them first: {spec.name}" + (
                     ".transpose(0, 3, 1, 2)" if given is shape else ".transpose(0, 1, 4, 2, 3)"
                 )
+            if len(given) == 4 and (given[0], given[2], given[3], given[1]) == tuple(fixed):
+                return f"the channels are first, the file wants them last: {spec.name}" + (
+                    ".transpose(0, 2, 3, 1)" if given is shape else ".transpose(0, 1, 3, 4, 2)"
+                )
     bounds = [f"{d.name} {d.min}..{d.max}" for d in spec.shape if isinstance(d, Dim)]
     return f"the dynamic sizes are {', '.join(bounds)}" if bounds else ""
 

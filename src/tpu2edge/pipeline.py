@@ -93,6 +93,8 @@ class ExportRequest:
     num_samples: int = 8
     dynamic: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
+    channels_last: tuple[str, ...] = ()
+    channels_last_output: tuple[str, ...] = ()
     signature_name: str = "serving_default"
     recipes: tuple[str, ...] = ("float32",)
     budgets: tuple[str, ...] = ()
@@ -117,7 +119,15 @@ class ExportRequest:
                 "inputs": tuple(Path(p) for p in data["inputs"]),
                 **{
                     name: tuple(data[name])
-                    for name in ("dynamic", "shapes", "recipes", "budgets", "devices")
+                    for name in (
+                        "dynamic",
+                        "shapes",
+                        "channels_last",
+                        "channels_last_output",
+                        "recipes",
+                        "budgets",
+                        "devices",
+                    )
                 },
             }
         )
@@ -178,6 +188,8 @@ def export_model(
     num_samples: int = 8,
     dynamic: Mapping[str, Mapping[int, Dim | torch.export.Dim]] | None = None,
     shapes: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    channels_last: Sequence[str] = (),
+    channels_last_output: Sequence[str] = (),
     signature_name: str = "serving_default",
     devices: Sequence[str] = ("host",),
     threads: int | None = None,
@@ -214,6 +226,9 @@ def export_model(
         shapes: for input names, several shapes each, ``{"x": [(1, 3, 8, 8), (4, 3, 8, 8)]}``: one
             signature for each, the k-th shapes of all inputs together. The first is called
             ``signature_name``, others have their shapes behind it, ``serving_default_4x3x8x8``.
+        channels_last: inputs that the file takes as NHWC. The example is what the module takes;
+            ``samples``, ``dynamic``, ``shapes`` and the reference are in the file's layout.
+        channels_last_output: outputs that the file gives as NHWC.
         signature_name: name of the entry in the file.
         devices: where to check; "host" is this machine.
         threads: LiteRT threads.
@@ -282,7 +297,10 @@ def export_model(
         "options": {"signature_name": signature_name, "num_samples": num_samples},
     }
     several = isinstance(module, Mapping)
-    return job.run(lambda: _trace(entries, dynamic, shapes, several), data, provenance)
+    if isinstance(channels_last, str) or isinstance(channels_last_output, str):
+        raise OptionError("channels_last takes names", do='give a tuple, channels_last=("x",)')
+    last = (tuple(channels_last), tuple(channels_last_output))
+    return job.run(lambda: _trace(entries, dynamic, shapes, last, several), data, provenance)
 
 
 def export_source(
@@ -350,7 +368,8 @@ def export_source(
                 f"'{request.source}' gives no example inputs",
                 do="let its function return (module, args), or define get_args() beside it",
             )
-        return _trace(entries, dynamic, shapes, loaded.signatures is not None)
+        last = (request.channels_last, request.channels_last_output)
+        return _trace(entries, dynamic, shapes, last, loaded.signatures is not None)
 
     def data(programs: Sequence[TracedProgram]) -> list[_Data]:
         if job.choice.kind == "given":
@@ -379,6 +398,7 @@ def _trace(
     entries: _Entries,
     dynamic: Mapping[str, Mapping[int, Any]] | None,
     shapes: Mapping[str, Sequence[Sequence[int]]] | None,
+    last: tuple[tuple[str, ...], tuple[str, ...]],
     several: bool,
 ) -> list[TracedProgram]:
     """One traced program a signature: the entries, or the only entry in several shapes."""
@@ -392,12 +412,18 @@ def _trace(
         raise OptionError(
             f"--shapes does not go with {other}", do="give a signature of its own for each shape"
         )
+    if several and any(last):
+        raise OptionError(
+            "--channels-last does not go with a mapping of signatures",
+            do="permute in the methods: x.permute(0, 3, 1, 2) costs nothing before a convolution",
+        )
     if not several:
         ((name, (target, args, kwargs)),) = entries.items()
         if _is_program(target):
-            if dynamic or shapes:
+            if dynamic or shapes or any(last):
                 raise OptionError(
-                    "--dynamic and --shapes go with a module, not with a saved program",
+                    "--dynamic, --shapes and --channels-last go with a module, not with a saved "
+                    "program",
                     do="give dynamic_shapes to torch.export.export before saving",
                 )
             return [trace_program(target, signature_name=name)]
@@ -408,6 +434,8 @@ def _trace(
                 kwargs,
                 dynamic=dynamic,
                 shapes=sizes,
+                channels_last=last[0],
+                channels_last_output=last[1],
                 signature_name=each,
             )
             for each, sizes in _named_shapes(name, shapes or {})
@@ -804,6 +832,8 @@ class _Job:
                 parts.append(_Part(program, where, truth))
             _release_memory()
             base, lowered = self._lower(folder, programs, log)
+            if any(program.is_channels_last for program in programs):
+                self._say([_transposes_left(base, lowered.nodes)])
             _release_memory()
             report, models = self._family(folder, parts, base, lowered, log)
             self._write(folder, parts, report, models, lowered.nodes, provenance, started)
@@ -1298,11 +1328,13 @@ def _refuse_unrunnable(report: ParityReport, file: Path, nodes: Mapping[str, Any
 
 
 def _place_in_file(
-    file: Path, nodes: Mapping[str, Any], op: str, index: int | None
+    file: Path, nodes: Mapping[str, Any], op: str, index: int | None, graph_name: str | None = None
 ) -> Place | None:
     from tpu2edge.flatbuffer import read_tflite
 
     for graph in read_tflite(file).subgraphs:
+        if graph_name not in (None, graph.name):
+            continue
         for operator in graph.operators:
             if operator.name != op or index not in (None, operator.index):
                 continue
@@ -1319,6 +1351,27 @@ def _place_in_file(
                     line=source.get("line"),
                 )
     return None
+
+
+def _transposes_left(file: Path, nodes: Mapping[str, Any]) -> Note:
+    """How many TRANSPOSE operators a file has, and which modules and lines they come from."""
+    from tpu2edge.flatbuffer import read_tflite
+
+    places: list[str] = []
+    for graph in read_tflite(file).subgraphs:
+        for operator in graph.operators:
+            if operator.name == "TRANSPOSE":
+                place = _place_in_file(file, nodes, operator.name, operator.index, graph.name)
+                where = "where it comes from is not known"
+                if place is not None:
+                    where = f"module '{place.module}'" if place.module else "the top module"
+                    where += f" ({place.file}:{place.line})" if place.file else ""
+                places.append(where)
+    if not places:
+        return Note(code="transposes", text="channels last: no TRANSPOSE is left in the file")
+    listed = "; ".join(dict.fromkeys(places))
+    text = f"channels last: {len(places)} TRANSPOSE left in the file, from {listed}"
+    return Note(code="transposes", text=text)
 
 
 def _refuse_unchanged(base: Path, file: Path, recipe: str) -> None:

@@ -284,6 +284,7 @@ def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_export_hands_every_option_on(exported: dict[str, Any], tmp_path: Path) -> None:
     arguments = "m.py:f -o out --checkpoint w.pt --inputs a.npz --inputs b.npz --num-samples 3"
     arguments += " --dynamic x.0=1:4 --signature-name run --recipe a --recipe b --budget sqnr>=30dB"
+    arguments += " --shapes x=1,2 --channels-last x --channels-last-output y"
     arguments += " --device host --device qemu --threads 2 --seed 7 --force"
     arguments += " --reference tpu-emulated:v6e@high"
     assert main(["export", *arguments.split()]) == 1
@@ -295,6 +296,9 @@ def test_export_hands_every_option_on(exported: dict[str, Any], tmp_path: Path) 
         "inputs": (Path("a.npz"), Path("b.npz")),
         "num_samples": 3,
         "dynamic": ("x.0=1:4",),
+        "shapes": ("x=1,2",),
+        "channels_last": ("x",),
+        "channels_last_output": ("y",),
         "signature_name": "run",
         "recipes": ("a", "b"),
         "budgets": ("sqnr>=30dB",),
@@ -303,7 +307,6 @@ def test_export_hands_every_option_on(exported: dict[str, Any], tmp_path: Path) 
         "seed": 7,
         "force": True,
         "reference": "tpu-emulated:v6e@high",
-        "shapes": (),
     }
 
 
@@ -316,6 +319,9 @@ def test_export_has_the_documented_defaults(exported: dict[str, Any]) -> None:
         "inputs": (),
         "num_samples": 8,
         "dynamic": (),
+        "shapes": (),
+        "channels_last": (),
+        "channels_last_output": (),
         "signature_name": "serving_default",
         "recipes": ("float32",),
         "budgets": (),
@@ -324,7 +330,6 @@ def test_export_has_the_documented_defaults(exported: dict[str, Any]) -> None:
         "seed": 0,
         "force": False,
         "reference": None,
-        "shapes": (),
     }
 
 

@@ -121,13 +121,6 @@ _case(
 )
 _case("masked_fill", lambda x: x.masked_fill(x > 0, -1.0).clamp(-0.5, 0.5), (2, 5), {0: B, 1: S})
 _case(
-    "triu_mask",
-    lambda x: (x + torch.full((x.shape[1],) * 2, float("-inf")).triu(1)).softmax(-1) @ x,
-    (5, 5),
-    {},
-)
-CASES.pop()
-_case(
     "causal_mask",
     lambda x: (
         (
@@ -185,7 +178,13 @@ _case(
     e=lambda: nn.Embedding(20, 8),
     p=lambda: nn.Embedding(32, 8),
 )
-_case("one_hot", lambda x: F.one_hot(x.long(), 20).float(), (2, 5), {0: B, 1: S}, integers=20)
+_case(
+    "one_hot",
+    lambda x: (x[..., None] == torch.arange(20)).float(),
+    (2, 5),
+    {0: B, 1: S},
+    integers=20,
+)
 _case("gather", lambda x: x.gather(1, (x > 0).long()), (2, 5), {0: B, 1: S})
 _case("index_select", lambda x: x[:, [2, 0, 1]], (2, 5), {0: B})
 _case("pad", lambda x: F.pad(x, (1, 2)), (2, 5), {0: B, 1: S})
@@ -409,7 +408,7 @@ _case(
 )
 _case(
     "last_token",
-    lambda x: x[torch.arange(x.shape[0]), -1] if False else x[:, -1, :],
+    lambda x: x[:, -1, :],
     (2, 5, 8),
     {0: B, 1: S},
 )
@@ -440,4 +439,18 @@ _case(
     lambda x: torch.stack([x[:, i : x.shape[1] - 2 + i] for i in range(3)], -1),
     (2, 5),
     {0: B, 1: (3, 32)},
+)
+_case(
+    "drop_by_reshape",
+    lambda x: x[:, None].reshape(x.shape[0], x.shape[1], 8) + x[:, None].view(x.shape),
+    (2, 5, 8),
+    {0: B, 1: S},
+)
+_case(
+    "group_norm_sizes",
+    lambda x, c, n: n(c(x)),
+    (2, 3, 8, 8),
+    {0: B, 2: (6, 16), 3: (6, 16)},
+    c=lambda: nn.Conv2d(3, 4, 3, padding=1),
+    n=lambda: nn.GroupNorm(2, 4),
 )

@@ -393,10 +393,36 @@ def test_a_dynamic_batch_is_checked_at_both_ends_and_between(folder: Path) -> No
 
 
 def test_a_dynamic_size_that_cannot_be_lowered_is_refused_with_a_way_out(folder: Path) -> None:
+    made = request(folder, "batched", source="net.py:unsupported", dynamic=("x.0=4:6",))
     with pytest.raises(LoweringError) as caught:
-        export_source(request(folder, "batched", dynamic=("image.0=1:5",)))
+        export_source(made)
     assert caught.value.place is not None
-    assert "--dynamic" in caught.value.do
+    assert "--shapes x=4x4,6x4" in caught.value.do
+
+
+def test_a_conv_net_and_torchs_own_dim_go_through_the_python_api(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 5)
+    )
+    rows = torch.export.Dim("rows", min=2, max=6)
+    made = tpu2edge.export_model(
+        net,
+        torch.randn(1, 3, 8, 8),
+        output=tmp_path / "out",
+        dynamic={"input": {0: rows}},
+        num_samples=2,
+    )
+    assert str(made.verdict) == "PASS"
+    (shape,) = [spec.shape for spec in made.model().signature().inputs]
+    assert (shape[0].min, shape[0].max) == (2, 6)  # type: ignore[union-attr]
+    with pytest.raises(OptionError, match="no largest size"):
+        tpu2edge.export_model(
+            net,
+            torch.randn(1, 3, 8, 8),
+            output=tmp_path / "open",
+            dynamic={"input": {0: torch.export.Dim("rows")}},
+        )
 
 
 def test_the_python_api_leaves_training_as_it_was(tmp_path: Path) -> None:
