@@ -11,6 +11,7 @@ import mmap
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tpu2edge.types import Dim, Signature
 
@@ -33,7 +34,8 @@ def write_smallest_sizes(path: Path, signatures: Sequence[Signature]) -> int:
 
     count = 0
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        model = schema.Model.GetRootAs(memory, 0)
+        model: Any = schema.Model.GetRootAs(memory, 0)
+        entry = graph = mapped = table = None
         for index in range(model.SignatureDefsLength()):
             entry = model.SignatureDefs(index)
             graph = model.Subgraphs(entry.SubgraphIndex())

@@ -396,7 +396,7 @@ class _Toolkit:
                     raise _lowering_error(err, node, toolkit._signature) from err
 
             def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-                node = self.lctx.node
+                node: Any = self.lctx.node
                 if target is not operator.getitem and _meets_dynamic(node):
                     lowering = dynamic_sizes.lowering_of(target)
                     if lowering is not None:

@@ -404,12 +404,12 @@ def _transform(
 ) -> Any:
     """The transform along one axis; with ``half`` the first n // 2 + 1 values of it."""
     size = (z.re if isinstance(z, Pair) else z).shape[axis]
-    n = size if n is None or n < 0 else int(n)
-    used = min(size, n)
-    rows = n // 2 + 1 if half else n
-    scale = _scale(n, norm, forward)
-    cos = const(partial(_waves, rows, used, n, scale, False))
-    sin = const(partial(_waves, rows, used, n, scale if forward else -scale, True))
+    length = int(size if n is None or n < 0 else n)
+    used = min(size, length)
+    rows = length // 2 + 1 if half else length
+    scale = _scale(length, norm, forward)
+    cos = const(partial(_waves, rows, used, length, scale, False))
+    sin = const(partial(_waves, rows, used, length, scale if forward else -scale, True))
 
     def cut(x: Tensor) -> Tensor:
         return x.narrow(axis, 0, used) if used < size else x
@@ -427,16 +427,16 @@ def _back(const: Const, z: Any, n: int | None, axis: int, norm: str | None, forw
     """The real signal of ``n`` values whose transform's first half is ``z``."""
     z = z if isinstance(z, Pair) else Pair(z, torch.zeros_like(z))
     size = z.re.shape[axis]
-    n = 2 * (size - 1) if n is None or n < 0 else int(n)
-    used = min(size, n // 2 + 1)
-    scale = _scale(n, norm, forward)
+    length = int(2 * (size - 1) if n is None or n < 0 else n)
+    used = min(size, length // 2 + 1)
+    scale = _scale(length, norm, forward)
 
     def matrix(sine: bool) -> Tensor:
         weight = torch.full((used,), 2.0)
         weight[0] = 1
-        if n % 2 == 0 and used == n // 2 + 1:
+        if length % 2 == 0 and used == length // 2 + 1:
             weight[-1] = 1
-        return _waves(n, used, n, scale, sine) * weight
+        return _waves(length, used, length, scale, sine) * weight
 
     re, im = (x.narrow(axis, 0, used) if used < size else x for x in (z.re, z.im))
     cos, sin = const(partial(matrix, False)), const(partial(matrix, True))

@@ -95,7 +95,7 @@ def _change(node: fx.Node, rank: int, exact: bool) -> int:
 def _scales(node: fx.Node, rank: int) -> list[float | None]:
     schema: Any = node.target
     names = [argument.name for argument in schema._schema.arguments]
-    named = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    named: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     if "scale_factors" in named:
         factors: Any = named["scale_factors"]
         return list(factors) if factors is not None else [None] * rank
