@@ -922,6 +922,14 @@ class _Job:
             return references.Predicted(
                 outputs=(), provider="oracle-f64", precision="f64", extra={}, notes=()
             )
+        if choice.kind == "auto" and (steps := references.long_recurrence(program.program)):
+            # TPU lowerings take recurrent layers apart step by step: minutes for a long sequence.
+            text = (
+                f"compared with the torch module in float32: a recurrent layer of {steps} steps takes "
+                "long to predict for a TPU (--reference tpu-emulated does it)"
+            )
+            self._say([Note(code="no-prediction", text=text)])
+            return None
         try:
             predicted = self._predict(program, data.samples, choice, log)
         except (ConversionError, DeviceError, OptionError) as error:

@@ -431,6 +431,21 @@ def _proof_bound(itself_db: float | None, elements: int) -> float:
     return min(itself_db - margin, PROOF_ENOUGH_DB)
 
 
+#: Steps of a recurrent layer up to which a prediction is made unasked.
+QUICK_STEPS = 16
+_RECURRENT = ("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu.")
+
+
+def long_recurrence(program: torch.export.ExportedProgram) -> int:
+    """The steps of the longest recurrent layer, where there are more than QUICK_STEPS; else 0."""
+    longest = 0
+    for node in program.graph.nodes:
+        if node.op == "call_function" and str(node.target).startswith(_RECURRENT):
+            sizes = [size for size in node.args[0].meta["val"].shape if isinstance(size, int)]
+            longest = max(longest, *sizes[:2])  # batch or time first: either way it is in there
+    return longest if longest > QUICK_STEPS else 0
+
+
 def precision_of_label(label: str) -> str | None:
     """ "default", "high" or "highest" for a TPU's precision label; None for any other."""
     return _LABELS.get(label)
