@@ -215,7 +215,8 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
     """The program in the core operators that litert-torch lowers, in as few retraces as possible."""
     fx_infra = toolkit.fx_infra
     program = _shallow(program)
-    dynamic = any(is_dynamic(node) for node in program.graph.nodes)
+    # By the inputs: a size that hangs on values is fixed by a rewrite, or refused.
+    dynamic = any(is_dynamic(node) for node in program.graph.nodes if node.op == "placeholder")
     toolkit.applied.clear()
     rewrites.on_exported(program, notes)
     program = fx_infra.graph_utils.reset_from_node_meta(program)
