@@ -364,7 +364,15 @@ def check_model(
                 session,
                 actual,
                 reference,
-                _Side(oracle, eager, floor or {}, float_outputs, keep, model.recipe),
+                _Side(
+                    oracle,
+                    eager,
+                    floor or {},
+                    float_outputs,
+                    keep,
+                    model.recipe,
+                    _is_tpu(reference),
+                ),
                 lambda done: progress(stage, done, len(reference)),
             )
             which = f"#{actual.name}" if len(session.signatures) > 1 else ""
@@ -412,7 +420,8 @@ def check_taps(
     specs = tuple(TensorSpec(name=tap.name, shape=(), dtype="float32") for tap in taps)
     expected = replace(reference.signature, outputs=specs)
     cases = _Cases(model, "host", expected, budget, conversion if eager is not None else None)
-    side = _Side(oracle, eager, floor or {}, float_outputs, None, model.recipe)
+    is_tpu = _is_tpu(reference)
+    side = _Side(oracle, eager, floor or {}, float_outputs, None, model.recipe, is_tpu)
     gathered = {tap.name: _new_output(tap.name, side) for tap in taps}
     same = True
     try:
@@ -482,12 +491,14 @@ class _Side:
     float_outputs: Reference | None
     keep: Path | None
     recipe: str
+    is_tpu: bool  # whether the reference is a TPU's, captured or predicted
 
 
 class _Output:
     """All that is gathered about one output while the samples go by."""
 
-    def __init__(self, error_bound: float | None, has_eager: bool) -> None:
+    def __init__(self, error_bound: float | None, has_eager: bool, is_tpu: bool) -> None:
+        self.is_tpu = is_tpu
         self.meter = OutputMeter(error_bound)
         self.eager_meter = OutputMeter() if has_eager else None
         self.fault: Reason | None = None
@@ -503,7 +514,7 @@ class _Output:
             float32_db=db["float32"],
             conversion_db=db["conversion"] if not quantized or self.has_float else None,
             quantization_db=db["quantization"] if quantized else None,
-            tpu_db=db["tpu"] if self.eager_meter is not None else None,
+            tpu_db=db["tpu"] if self.is_tpu else None,
             edge_db=db["edge"],
         )
 
@@ -538,9 +549,17 @@ def _run(
     return outputs
 
 
+#: Precision labels of a TPU; every other one is a CPU's or somebody's own.
+TPU_LABELS = ("bf16-default", "bf16_3x-high", "f32-highest")
+
+
+def _is_tpu(reference: Reference) -> bool:
+    return reference.precision in TPU_LABELS
+
+
 def _new_output(name: str, side: _Side) -> _Output:
     bound = side.floor[name].max_abs if name in side.floor else None
-    return _Output(bound, side.eager is not None)
+    return _Output(bound, side.eager is not None, side.is_tpu)
 
 
 def _gather(
