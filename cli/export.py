@@ -48,11 +48,13 @@ def export(
         ),
     ] = None,
     num_samples: Annotated[
-        int,
+        int | None,
         typer.Option(
-            metavar="N", min=1, help="How many samples to make up when no --inputs are given."
+            metavar="N",
+            min=1,
+            help="How many samples to make up when no --inputs are given. [8; 4 above 200 MB of weights]",
         ),
-    ] = 8,
+    ] = None,
     dynamic: Annotated[
         list[str] | None,
         typer.Option(

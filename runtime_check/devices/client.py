@@ -178,19 +178,19 @@ class Session:
                 f"{self.model.name} has no signature '{signature}'",
                 do=f"it has {[s.name for s in self.signatures]}",
             )
-        for chunk in _chunks(samples, weight):
-            _check_fits(wanted, chunk[0])  # the others have the same names, shapes and types
-            names = list(chunk[0])
-            stacked = {name: np.stack([sample[name] for sample in chunk]) for name in names}
-            header = {"op": "run", "signature": signature, "count": len(chunk)}
+        for columns, count in _chunks(samples, weight):
+            # The others have the same names, shapes and types as the first.
+            _check_fits(wanted, {name: column[0] for name, column in columns.items()})
+            stacked = {name: np.stack(column) for name, column in columns.items()}
+            header = {"op": "run", "signature": signature, "count": count}
             answer, outputs = self._request(header, stacked, "run")
             times = answer["times"]
             self.times.setdefault("first_ms", times["first_ms"])
             self.times["total_ms"] = self.times.get("total_ms", 0.0) + times["total_ms"]
-            self.times["samples"] = self.times.get("samples", 0.0) + len(chunk)
+            self.times["samples"] = self.times.get("samples", 0.0) + count
             self.peak_rss_kb = max(self.peak_rss_kb, int(answer["peak_rss_kb"]))
-            weight.output = sum(array.nbytes for array in outputs.values()) // len(chunk)
-            for position in range(len(chunk)):
+            weight.output = sum(array.nbytes for array in outputs.values()) // count
+            for position in range(count):
                 yield {name: array[position] for name, array in outputs.items()}
 
     # ------------------------------------------------------------------------------- the pipe
@@ -370,21 +370,30 @@ class _Weight:
     output: int | None = None
 
 
-def _chunks(samples: Iterable[Tensors], weight: _Weight) -> Iterator[list[dict[str, Array]]]:
-    """Runs of samples of one shape, as many as one request may carry; the first goes alone."""
-    chunk: list[dict[str, Array]] = []
-    size = 0
-    kind: Any = None
+def _chunks(
+    samples: Iterable[Tensors], weight: _Weight
+) -> Iterator[tuple[dict[str, list[Array]], int]]:
+    """Runs of samples of one shape, as many as one request may carry; the first goes alone.
+
+    Columns by input name, and their length. Runs once a sample, so it does as little as it can.
+    """
+    columns: dict[str, list[Array]] = {}
+    kind: list[Any] = []
+    count = most = 0
     for sample in samples:
-        arrays = {name: np.asarray(array) for name, array in sample.items()}
-        this = tuple((name, array.shape, array.dtype) for name, array in sorted(arrays.items()))
-        one = sum(array.nbytes for array in arrays.values()) + (weight.output or 0)
-        full = len(chunk) >= _CHUNK_SAMPLES or size + one > _CHUNK_BYTES or weight.output is None
-        if chunk and (this != kind or full):
-            yield chunk
-            chunk, size = [], 0
-        kind = this
-        chunk.append(arrays)
-        size += one
-    if chunk:
-        yield chunk
+        arrays = [np.asarray(array) for array in sample.values()]
+        this = [(array.shape, array.dtype) for array in arrays]
+        if count and (count >= most or this != kind or sample.keys() != columns.keys()):
+            yield columns, count
+            count = 0
+        if not count:
+            kind, columns = this, {name: [] for name in sample}
+            one = sum(array.nbytes for array in arrays) + (weight.output or 0)
+            fits = max(1, min(_CHUNK_SAMPLES, _CHUNK_BYTES // max(one, 1)))
+            most = 1 if weight.output is None else fits
+        # By name: a dictionary of the same names may have them in another order.
+        for name, array in zip(sample, arrays, strict=True):
+            columns[name].append(array)
+        count += 1
+    if count:
+        yield columns, count

@@ -90,7 +90,7 @@ class ExportRequest:
     output: Path
     checkpoint: Path | None = None
     inputs: tuple[Path, ...] = ()
-    num_samples: int = 8
+    num_samples: int | None = None  # None: by the size of the weights
     dynamic: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
     channels_last: tuple[str, ...] = ()
@@ -185,7 +185,7 @@ def export_model(
     budget: Budget | str | Sequence[str] | None = None,
     reference: Reference | Path | str = "eager",
     samples: Sequence[Sample | Mapping[str, Any]] | None = None,
-    num_samples: int = 8,
+    num_samples: int | None = None,
     dynamic: Mapping[str, Mapping[int, Dim | torch.export.Dim]] | None = None,
     shapes: Mapping[str, Sequence[Sequence[int]]] | None = None,
     channels_last: Sequence[str] = (),
@@ -220,7 +220,7 @@ def export_model(
         samples: inputs to check with, by input name (arrays or tensors); else the example and seeded
             variations of it, and the report says that the data is synthetic. With several
             signatures each sample goes to those whose inputs it fits.
-        num_samples: how many synthetic samples.
+        num_samples: how many synthetic samples; 8 if None, 4 above 200 MB of weights.
         dynamic: for each input name, which axes may change, e.g. ``{"x": {0: Dim(...)}}``, with
             this package's Dim or torch.export.Dim; both ends and a size between are checked.
         shapes: for input names, several shapes each, ``{"x": [(1, 3, 8, 8), (4, 3, 8, 8)]}``: one
@@ -1399,9 +1399,21 @@ def _refuse_unchanged(base: Path, file: Path, recipe: str) -> None:
 # ---------------------------------------------------------------------------------------- samples
 
 
-def _synthetic(program: TracedProgram, count: int, seed: int) -> _Data:
+#: Synthetic samples when no number is asked for; fewer for large models, whose references in
+#: float32 and float64 would take longer than the conversion.
+SAMPLES, SAMPLES_LARGE, LARGE_BYTES = 8, 4, 200 << 20
+
+
+def _usual_samples(program: TracedProgram) -> int:
+    weights = program.program.state_dict.values()
+    size = sum(value.numel() * value.element_size() for value in weights)
+    return SAMPLES_LARGE if size > LARGE_BYTES else SAMPLES
+
+
+def _synthetic(program: TracedProgram, count: int | None, seed: int) -> _Data:
     from tpu2edge.runtime_check.samples import synthetic_samples
 
+    count = _usual_samples(program) if count is None else count
     if count < 1:
         raise OptionError(f"--num-samples {count} makes no sense", do="give at least 1")
     made = synthetic_samples(program.example, program.signature.inputs, count=count, seed=seed)
@@ -1537,7 +1549,7 @@ def _choice(reference: Reference | Path | str) -> references.ReferenceChoice:
 
 
 def _given(
-    programs: Sequence[TracedProgram], samples: Sequence[Any], num_samples: int, seed: int
+    programs: Sequence[TracedProgram], samples: Sequence[Any], num_samples: int | None, seed: int
 ) -> list[_Data]:
     """The caller's samples; with several signatures each goes to those that it fits."""
     found: list[list[Sample]] = [[] for _ in programs]
@@ -1567,7 +1579,7 @@ def _given(
     ]
 
 
-def _or_synthetic(program: TracedProgram, data: _Data, num_samples: int, seed: int) -> _Data:
+def _or_synthetic(program: TracedProgram, data: _Data, num_samples: int | None, seed: int) -> _Data:
     """``data``, or synthetic samples for a signature of several that none of the samples fits."""
     if data.samples:
         return data

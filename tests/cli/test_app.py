@@ -317,7 +317,7 @@ def test_export_has_the_documented_defaults(exported: dict[str, Any]) -> None:
         "output": Path("out"),
         "checkpoint": None,
         "inputs": (),
-        "num_samples": 8,
+        "num_samples": None,
         "dynamic": (),
         "shapes": (),
         "channels_last": (),
