@@ -13,8 +13,22 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tpu2edge.errors import Tpu2EdgeError
+from tpu2edge.errors import ConversionError, Tpu2EdgeError
 from tpu2edge.types import Signature
+
+
+def _load(file: Path) -> Any:
+    import torch
+
+    try:
+        return torch.export.load(file)
+    except Exception as err:
+        raise ConversionError(
+            "the traced program cannot be handed to the converter's process: "
+            f"{type(err).__name__}: {str(err)[:300]}",
+            do="use the command line, which converts in the process that traced it; an operator of "
+            "another package may have to be imported first",
+        ) from err
 
 
 def main() -> int:
@@ -31,14 +45,12 @@ def main() -> int:
 
     try:
         progress("import litert-torch")
-        import torch
-
         from tpu2edge.export.lower import Loweree, lower_programs
 
         warnings.simplefilter("ignore")
         programs = [
             Loweree(
-                program=torch.export.load(file),
+                program=_load(file),
                 signature=Signature.from_json(json.loads(file.with_suffix(".json").read_text())),
             )
             for file in sorted(folder.glob("*.pt2"))
