@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tpu2edge.children import signal_name
 from tpu2edge.cli.display import Display
 from tpu2edge.cli.job import GRACE_S
 from tpu2edge.errors import DeviceError, Tpu2EdgeError, error_from_json
@@ -314,11 +315,8 @@ def _failure(
 
 
 def _signal_words(number: int) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-    words = signal.strsignal(number)
+    name = signal_name(number)
+    words = signal.strsignal(number) if not name.startswith("signal") else None
     return f"{name} ({words.split(':')[0].lower()})" if words else name
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import hashlib
 import io
 import itertools
 import json
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu2edge.errors import CheckpointError, Place
+from tpu2edge.files import sha256_of_path
 from tpu2edge.types import Note
 
 if TYPE_CHECKING:
@@ -128,26 +128,13 @@ _Stored = dict[tuple[str, ...], _Entry]
 
 
 def checkpoint_digest(path: Path) -> str:
-    """SHA-256 in hex of a checkpoint file, or of all files of a folder.
+    """SHA-256 in hex of a checkpoint file, or of all files of a folder (see sha256_of_path).
 
-    For a folder, the digest is over the files' names (relative, sorted) each with its own SHA-256,
-    so a shard that is missing, renamed or changed changes it. Raises CheckpointError when there is
-    nothing at ``path``.
+    Raises CheckpointError when there is nothing at ``path``.
     """
-    if path.is_file():
-        return _file_sha256(path)
-    if not path.is_dir():
+    if not path.is_file() and not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
-    digest = hashlib.sha256()
-    files = {p.relative_to(path).as_posix(): p for p in path.rglob("*") if p.is_file()}
-    for name in sorted(files):
-        digest.update(f"{name}\0{_file_sha256(files[name])}\n".encode())
-    return digest.hexdigest()
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256_of_path(path)
 
 
 def load_checkpoint(module: nn.Module, path: Path, *, entry: str | None = None) -> tuple[Note, ...]:

@@ -31,6 +31,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tpu2edge.errors import ModelSourceError, Place
+from tpu2edge.files import sha256_of
 from tpu2edge.types import Note
 
 if TYPE_CHECKING:
@@ -353,7 +354,7 @@ def _from_namespace(
             args=None,
             kwargs={},
             origin=origin,
-            sha256=_sha256(path) if path is not None and path.is_file() else None,
+            sha256=sha256_of(path) if path is not None and path.is_file() else None,
             notes=tuple(notes),
             signatures=signatures_from_mapping(result, name),
         )
@@ -372,7 +373,7 @@ def _from_namespace(
             )
     import torch
 
-    sha256 = _sha256(path) if path is not None and path.is_file() else None
+    sha256 = sha256_of(path) if path is not None and path.is_file() else None
     if isinstance(found, torch.export.ExportedProgram):
         if args is None and found.example_inputs is not None:
             args, kwargs = tuple(found.example_inputs[0]), dict(found.example_inputs[1])
@@ -667,11 +668,6 @@ def _inputs_beside(
     return args, named
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 # ---- saved programs ---------------------------------------------------------------------------
 
 # torch.export.load unpickles three kinds of records without restriction, loads compiled libraries,
@@ -711,7 +707,7 @@ def _load_program(path: Path) -> LoadedSource:
         args=args,
         kwargs=kwargs,
         origin=_origin(str(path), ""),
-        sha256=_sha256(path),
+        sha256=sha256_of(path),
         notes=(),
     )
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import IO
 
+from tpu2edge.children import ending
 from tpu2edge.errors import DeviceError, OptionError, QuantizationError
 from tpu2edge.quantize.recipes import known_recipe
 
@@ -38,12 +38,9 @@ def quantize_file(source: Path, target: Path, recipe: str, *, log: IO[bytes] | N
     if log is not None:
         log.write(done.stderr)
     if done.returncode != 0:
-        how = f"exit status {done.returncode}"
-        if done.returncode < 0:
-            how = f"signal {signal.Signals(-done.returncode).name}"
         tail = " / ".join(done.stderr.decode(errors="replace").strip().splitlines()[-3:])
         raise DeviceError(
-            f"ai-edge-quantizer died by {how} at recipe '{recipe}': {tail}",
+            f"ai-edge-quantizer died by {ending(done.returncode)} at recipe '{recipe}': {tail}",
             do="try another recipe; the other recipes of this run are not affected",
             step="quantize",
         )

@@ -24,6 +24,7 @@ from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
 
+from tpu2edge.children import ending
 from tpu2edge.errors import DataError, DeviceError, Place
 from tpu2edge.types import Array, Dim, Signature, Tensors, TensorSpec
 
@@ -115,7 +116,7 @@ class Session:
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)  # a worker that hangs must time out
         try:
-            self.hello = self._answer("start")[0]
+            self._answer("start")
             header: dict[str, Any] = {
                 "op": "load",
                 "path": str(model),
@@ -279,7 +280,7 @@ class Session:
         except subprocess.TimeoutExpired:  # it closed its pipes and lives on
             self._process.kill()
             code = self._process.wait()
-        how = _end_of_process(code)
+        how = ending(code)
         if -code == signal.SIGKILL:
             how += " (the system may be out of memory)"
         return DeviceError(
@@ -312,15 +313,6 @@ class Session:
         lines = self._stderr.read().decode(errors="replace").splitlines()
         kept = [line.strip() for line in lines if line.strip() and not line.startswith("INFO:")]
         return "".join(f"\n    {line}" for line in kept[-5:])
-
-
-def _end_of_process(code: int) -> str:
-    if code >= 0:
-        return f"exit status {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:  # a real-time signal between the two that have names
-        return f"signal {-code}"
 
 
 def _check_fits(wanted: Signature, sample: Mapping[str, Array]) -> None:

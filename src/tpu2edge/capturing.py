@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu2edge.errors import DataError, DeviceError, ExportError, OptionError, Place
-from tpu2edge.files import sha256_of
+from tpu2edge.files import named_digest
 from tpu2edge.folders import refuse_existing, staged
 from tpu2edge.types import (
     Array,
@@ -250,11 +250,7 @@ def capture_source(
 
     data: dict[str, Any] = {"kind": "synthetic", "seed": request.seed, "count": request.num_samples}
     if request.inputs:
-        files = [
-            {"name": path.name, "sha256": sha256_of(path) if path.is_file() else None}
-            for path in request.inputs
-        ]
-        data = {"kind": "files", "files": files}
+        data = {"kind": "files", "files": [named_digest(path) for path in request.inputs]}
     return _capture(
         loaded.module,
         loaded.args or (),
@@ -352,7 +348,7 @@ def import_reference(request: ImportRequest, *, on_note: NoteSink | None = None)
         signature_name=request.signature_name,
         data={
             "kind": "files",
-            "files": [{"name": path.name, "sha256": sha256_of(path)} for path in files],
+            "files": [named_digest(path) for path in files],
         },
         extra=extra,
         force=request.force,

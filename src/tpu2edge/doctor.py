@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import tpu2edge
+from tpu2edge.children import signal_name
 
 __all__ = [
     "TESTED",
@@ -178,15 +178,8 @@ def _try_litert(command: tuple[str, ...] = ("-P", "-m", "tpu2edge._smoke")) -> S
         return Smoke(ok=True, text=done.stdout.strip())
     last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
     if done.returncode < 0:
-        return Smoke(ok=False, text=f"killed by {_signal_name(-done.returncode)}: {last}")
+        return Smoke(ok=False, text=f"killed by {signal_name(-done.returncode)}: {last}")
     return Smoke(ok=False, text=last.strip() or f"ended with exit status {done.returncode}")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _tpu(dev: Path = Path("/dev")) -> Facility:
@@ -284,7 +277,7 @@ def _run(*command: str) -> tuple[str, str]:
     except OSError as err:
         return "", err.strerror or str(err)
     if done.returncode < 0:
-        return "", f"killed by {_signal_name(-done.returncode)}"
+        return "", f"killed by {signal_name(-done.returncode)}"
     if done.returncode:
         words = (done.stderr or done.stdout).strip().splitlines()
         return "", words[-1] if words else f"exit status {done.returncode}"

@@ -11,13 +11,39 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["canonical_json", "sha256_of", "sha256_of_arrays", "write_atomically"]
+__all__ = [
+    "canonical_json",
+    "named_digest",
+    "sha256_of",
+    "sha256_of_arrays",
+    "sha256_of_path",
+    "write_atomically",
+]
 
 
 def sha256_of(path: Path) -> str:
     """Hex digest of a file's bytes."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def sha256_of_path(path: Path) -> str:
+    """The same for a file or a folder: of its files' names (relative, sorted) and their digests.
+
+    A file that is missing, renamed or changed changes a folder's digest.
+    """
+    if not path.is_dir():
+        return sha256_of(path)
+    digest = hashlib.sha256()
+    files = {p.relative_to(path).as_posix(): p for p in path.rglob("*") if p.is_file()}
+    for name in sorted(files):
+        digest.update(f"{name}\0{sha256_of(files[name])}\n".encode())
+    return digest.hexdigest()
+
+
+def named_digest(path: Path) -> dict[str, str]:
+    """What a manifest says of a file or folder that was given: its name and digest."""
+    return {"name": path.name, "sha256": sha256_of_path(path)}
 
 
 def sha256_of_arrays(arrays: Any) -> str:

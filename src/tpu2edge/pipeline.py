@@ -33,7 +33,7 @@ from tpu2edge.errors import (
     Place,
     Tpu2EdgeError,
 )
-from tpu2edge.files import canonical_json, sha256_of, write_atomically
+from tpu2edge.files import canonical_json, named_digest, sha256_of, write_atomically
 from tpu2edge.folders import refuse_existing, staged
 from tpu2edge.types import (
     Dim,
@@ -1592,7 +1592,7 @@ def _or_synthetic(program: TracedProgram, data: _Data, num_samples: int | None, 
 
 def _from_files(programs: Sequence[TracedProgram], request: ExportRequest) -> list[_Data]:
     """The samples in files; with several signatures each file goes to those that it fits."""
-    digests = {path: {"name": path.name, "sha256": _digest(path)} for path in request.inputs}
+    digests = {path: named_digest(path) for path in request.inputs}
     if len(programs) == 1:
         fitting = [list(request.inputs)]
     else:
@@ -1806,17 +1806,6 @@ def _release_memory() -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _digest(path: Path) -> str | None:
-    if path.is_dir():
-        import hashlib
-
-        digest = hashlib.sha256()
-        for file in sorted(p for p in path.rglob("*") if p.is_file()):
-            digest.update(f"{file.relative_to(path)}|{sha256_of(file)}|".encode())
-        return digest.hexdigest()
-    return sha256_of(path)
 
 
 def _versions() -> dict[str, str]:

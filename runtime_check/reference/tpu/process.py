@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 import tpu2edge
+from tpu2edge.children import signal_name
 from tpu2edge.errors import DeviceError
 from tpu2edge.runtime_check.reference.tpu.frames import receive, send
 from tpu2edge.types import Array
@@ -117,7 +118,7 @@ class Child:
         if status == -signal.SIGKILL:
             how = "was killed (most likely for want of memory)"
         elif status < 0:
-            how = f"crashed with {signal.Signals(-status).name}"
+            how = f"crashed with {signal_name(-status)}"
         else:
             how = f"ended with status {status}"
         return DeviceError(
