@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from tpu2edge.export.lower import Lowered
     from tpu2edge.export.program import TracedProgram
+    from tpu2edge.flatbuffer import Operator, Subgraph
     from tpu2edge.runtime_check.budget import Budget
     from tpu2edge.runtime_check.devices.client import Tap
     from tpu2edge.runtime_check.metrics import OutputMetrics
@@ -1322,7 +1323,7 @@ def _refuse_unrunnable(report: ParityReport, file: Path, nodes: Mapping[str, Any
         raise LoweringError(
             f"LiteRT has no kernel for {missing['op']}, which the model was converted to",
             do="replace this part of the model by operators that LiteRT has, or leave it out",
-            place=_place_in_file(file, nodes, missing["op"], None),
+            place=_place_of_operator(file, nodes, missing["op"], None),
             step="check",
         )
     if failed:
@@ -1330,34 +1331,37 @@ def _refuse_unrunnable(report: ParityReport, file: Path, nodes: Mapping[str, Any
             f"LiteRT cannot {failed['what']} the operator {failed['op']} of the converted file: "
             f"{reason.text.splitlines()[0]}",
             do="replace this part of the model by an equal form, or leave it out",
-            place=_place_in_file(file, nodes, failed["op"], int(failed["node"])),
+            place=_place_of_operator(file, nodes, failed["op"], int(failed["node"])),
             step="check",
         )
 
 
-def _place_in_file(
-    file: Path, nodes: Mapping[str, Any], op: str, index: int | None, graph_name: str | None = None
+def _place_of_operator(
+    file: Path, nodes: Mapping[str, Any], op: str, index: int | None
 ) -> Place | None:
+    """Where the first ``op`` (number ``index`` of its graph, unless None) with a place is from."""
     from tpu2edge.flatbuffer import read_tflite
 
     for graph in read_tflite(file).subgraphs:
-        if graph_name not in (None, graph.name):
-            continue
         for operator in graph.operators:
-            if operator.name != op or index not in (None, operator.index):
-                continue
-            # An output of the signature has no layer's name of its own: then the inputs tell.
-            tensors = [
-                graph.tensors[i].name for i in (*operator.outputs, *operator.inputs) if i >= 0
-            ]
-            for sources in bundles.layers_of_tensors(tensors, nodes).values():
-                source = sources[0]
-                return Place(
-                    module=source["module"],
-                    op=source["op"],
-                    file=source.get("file"),
-                    line=source.get("line"),
-                )
+            if operator.name == op and index in (None, operator.index):
+                place = _place_in_graph(graph, operator, nodes)
+                if place is not None:
+                    return place
+    return None
+
+
+def _place_in_graph(graph: Subgraph, operator: Operator, nodes: Mapping[str, Any]) -> Place | None:
+    # An output of the signature has no layer's name of its own: then the inputs tell.
+    tensors = [graph.tensors[i].name for i in (*operator.outputs, *operator.inputs) if i >= 0]
+    for sources in bundles.layers_of_tensors(tensors, nodes).values():
+        source = sources[0]
+        return Place(
+            module=source["module"],
+            op=source["op"],
+            file=source.get("file"),
+            line=source.get("line"),
+        )
     return None
 
 
@@ -1369,7 +1373,7 @@ def _transposes_left(file: Path, nodes: Mapping[str, Any]) -> Note:
     for graph in read_tflite(file).subgraphs:
         for operator in graph.operators:
             if operator.name == "TRANSPOSE":
-                place = _place_in_file(file, nodes, operator.name, operator.index, graph.name)
+                place = _place_in_graph(graph, operator, nodes)
                 where = "where it comes from is not known"
                 if place is not None:
                     where = f"module '{place.module}'" if place.module else "the top module"
