@@ -86,10 +86,10 @@ def capture(
       tpu2edge capture model.py --device jax --compiled --precision highest -o ref
       tpu2edge export model.py --checkpoint step-1000/ --reference ref -o out
     """
-    from tpu2edge.capturing import CaptureRequest
     from tpu2edge.cli import printing
     from tpu2edge.cli.display import Display
     from tpu2edge.cli.supervise import run_job
+    from tpu2edge.requests import CaptureRequest
 
     request = CaptureRequest(
         source=model,

@@ -63,7 +63,7 @@ def check(
     from tpu2edge.cli import printing
     from tpu2edge.cli.display import Display
     from tpu2edge.cli.supervise import run_job
-    from tpu2edge.pipeline import CheckRequest
+    from tpu2edge.requests import CheckRequest
 
     request = CheckRequest(
         target=target,

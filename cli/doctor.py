@@ -47,7 +47,7 @@ def doctor(
     if tpu is not None:
         from tpu2edge.cli.display import Display
         from tpu2edge.cli.supervise import run_job
-        from tpu2edge.surveying import SurveyRequest
+        from tpu2edge.requests import SurveyRequest
 
         request = SurveyRequest(
             source=tpu, generations=tuple(generation or ()), precision=precision

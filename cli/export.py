@@ -136,7 +136,7 @@ def export(
     from tpu2edge.cli import printing
     from tpu2edge.cli.display import Display
     from tpu2edge.cli.supervise import run_job
-    from tpu2edge.pipeline import ExportRequest
+    from tpu2edge.requests import ExportRequest
 
     request = ExportRequest(
         source=model,

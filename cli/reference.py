@@ -64,8 +64,9 @@ def import_(
     Example:
       tpu2edge reference import --inputs x.npz --outputs y.npz --precision bf16-default -o ref
     """
-    from tpu2edge.capturing import ImportRequest, describe_reference, import_reference
+    from tpu2edge.capturing import describe_reference, import_reference
     from tpu2edge.cli import printing
+    from tpu2edge.requests import ImportRequest
 
     import_reference(
         ImportRequest(

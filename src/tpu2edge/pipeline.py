@@ -16,7 +16,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -35,6 +35,16 @@ from tpu2edge.errors import (
 )
 from tpu2edge.files import canonical_json, named_digest, sha256_of, write_atomically
 from tpu2edge.folders import refuse_existing, staged
+from tpu2edge.options import (
+    budget_texts,
+    known_devices,
+    known_recipes,
+    parse_budget,
+    parse_dynamic,
+    parse_shapes,
+    thread_count,
+)
+from tpu2edge.requests import CheckRequest, ExportRequest
 from tpu2edge.types import (
     Dim,
     EdgeModel,
@@ -61,8 +71,6 @@ if TYPE_CHECKING:
     from tpu2edge.runtime_check.reference import Reference, ReferenceWriter
 
 __all__ = [
-    "CheckRequest",
-    "ExportRequest",
     "check_parity",
     "check_target",
     "export_model",
@@ -79,98 +87,6 @@ _PACKAGES = (
     "jax",
     "numpy",
 )
-
-DEVICES = ("host",)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportRequest:
-    """What ``tpu2edge export`` was asked for; plain data, so that it can cross to another process."""
-
-    source: str
-    output: Path
-    checkpoint: Path | None = None
-    inputs: tuple[Path, ...] = ()
-    num_samples: int | None = None  # None: by the size of the weights
-    dynamic: tuple[str, ...] = ()
-    shapes: tuple[str, ...] = ()
-    channels_last: tuple[str, ...] = ()
-    channels_last_output: tuple[str, ...] = ()
-    signature_name: str = "serving_default"
-    recipes: tuple[str, ...] = ("float32",)
-    budgets: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ("host",)
-    threads: int | None = None
-    seed: int = 0
-    force: bool = False
-    reference: str | None = None  # a word or a path, see references.py; None: the usual one
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data; paths as text."""
-        return _request_json(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ExportRequest:
-        """The inverse of :meth:`to_json`."""
-        return cls(
-            **{
-                **data,
-                "output": Path(data["output"]),
-                "checkpoint": Path(data["checkpoint"]) if data["checkpoint"] else None,
-                "inputs": tuple(Path(p) for p in data["inputs"]),
-                **{
-                    name: tuple(data[name])
-                    for name in (
-                        "dynamic",
-                        "shapes",
-                        "channels_last",
-                        "channels_last_output",
-                        "recipes",
-                        "budgets",
-                        "devices",
-                    )
-                },
-            }
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckRequest:
-    """What ``tpu2edge check`` was asked for."""
-
-    target: Path
-    reference: Path | None = None
-    inputs: tuple[Path, ...] = ()
-    budgets: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ("host",)
-    threads: int | None = None
-    signature: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data; paths as text."""
-        return _request_json(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CheckRequest:
-        """The inverse of :meth:`to_json`."""
-        return cls(
-            target=Path(data["target"]),
-            reference=Path(data["reference"]) if data["reference"] else None,
-            inputs=tuple(Path(p) for p in data["inputs"]),
-            budgets=tuple(data["budgets"]),
-            devices=tuple(data["devices"]),
-            threads=data["threads"],
-            signature=data["signature"],
-        )
-
-
-def _request_json(request: ExportRequest | CheckRequest) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        if isinstance(value, Path):
-            return str(value)
-        return [plain(item) for item in value] if isinstance(value, tuple) else value
-
-    return {name: plain(value) for name, value in asdict(request).items()}
 
 
 # ----------------------------------------------------------------------------------- public API
@@ -249,11 +165,11 @@ def export_model(
     """
     job = _Job(
         output=Path(output),
-        recipes=_recipes(recipes),
-        budgets=_budget_texts(budget),
+        recipes=known_recipes(recipes),
+        budgets=budget_texts(budget),
         budget=budget if not isinstance(budget, (str, Sequence)) else None,
-        devices=_devices(devices),
-        threads=_threads(threads),
+        devices=known_devices(devices),
+        threads=thread_count(threads),
         seed=seed,
         force=force,
         progress=_Stages(progress),
@@ -312,14 +228,14 @@ def export_source(
     log_path: Path | None = None,
 ) -> Bundle:
     """The same for a model named on the command line; see :func:`export_model`."""
-    recipes = _recipes(request.recipes)
+    recipes = known_recipes(request.recipes)
     job = _Job(
         output=request.output,
         recipes=recipes,
         budgets=request.budgets,
         budget=None,
-        devices=_devices(request.devices),
-        threads=_threads(request.threads),
+        devices=known_devices(request.devices),
+        threads=thread_count(request.threads),
         seed=request.seed,
         force=request.force,
         progress=_Stages(progress),
@@ -583,7 +499,7 @@ def check_parity(
     from tpu2edge.runtime_check.parity import check_model
     from tpu2edge.runtime_check.reference import Reference
 
-    (device,) = _devices([device])
+    (device,) = known_devices([device])
     if not isinstance(model, EdgeModel):
         model = _edge_model(Path(model))
     if not isinstance(reference, Reference):
@@ -591,14 +507,14 @@ def check_parity(
     if not isinstance(budget, (str, Sequence)) and budget is not None:
         full = budget
     else:
-        full = _parse_budget(_budget_texts(budget), default_budget(model.recipe))
+        full = parse_budget(budget_texts(budget), default_budget(model.recipe))
     return check_model(
         model,
         reference,
         full,
         oracle=oracle,
         device=device,
-        threads=_threads(threads),
+        threads=thread_count(threads),
         signature=signature,
         progress=progress,
     )
@@ -619,7 +535,7 @@ def check_target(
     from tpu2edge.runtime_check.parity import check_model
     from tpu2edge.runtime_check.reference import Reference
 
-    devices = _devices(request.devices)
+    devices = known_devices(request.devices)
     progress("load")
     reports: list[ParityReport] = []
     # What each signature is held to, and its outputs that depend on no input.
@@ -635,7 +551,7 @@ def check_target(
             checks = [(_truth_of(bundle, name), bundle.constant_outputs(name)) for name in names]
         models: Sequence[EdgeModel] = bundle.models
         budgets = {
-            m.recipe: _parse_budget(request.budgets, Budget.from_json(stored[m.recipe]))
+            m.recipe: parse_budget(request.budgets, Budget.from_json(stored[m.recipe]))
             for m in models
         }
         others = {spec.name for m in models for s in m.signatures for spec in s.outputs}
@@ -652,7 +568,7 @@ def check_target(
         ]
         models = (_edge_model(request.target),)
         budgets = {
-            "float32": _parse_budget(request.budgets, default_budget("float32")),
+            "float32": parse_budget(request.budgets, default_budget("float32")),
         }
         others = {spec.name for one, _ in checks for spec in one.reference.signature.outputs}
     with _log_stream(log_path) as log:
@@ -668,7 +584,7 @@ def check_target(
                         conversion=default_budget("float32"),
                         floor=truth.floor,
                         device=device,
-                        threads=_threads(request.threads),
+                        threads=thread_count(request.threads),
                         signature=request.signature,
                         constant_outputs=constant,
                         other_outputs=frozenset(others),
@@ -794,7 +710,7 @@ class _Job:
             unproved = any(truth.is_given and not truth.expected for truth in rounded)
             least = UNPROVED_LEAST_DB if unproved else -math.inf
             base = budget_against_tpu(recipe, floors, least_db=least)
-        return _parse_budget(self.budgets, base)
+        return parse_budget(self.budgets, base)
 
     def _say(self, notes: Sequence[Note]) -> None:
         for note in notes:
@@ -1705,94 +1621,6 @@ def _edge_array(array: Any, spec: TensorSpec, sample: str) -> Any:
 
 
 # ---------------------------------------------------------------------------------------- options
-
-
-def _recipes(names: Sequence[str]) -> tuple[str, ...]:
-    from tpu2edge.quantize.recipes import known_recipe
-
-    if isinstance(names, str):
-        names = (names,)
-    if not names:
-        raise OptionError("no recipe was given", do="give at least one, e.g. float32")
-    return tuple(dict.fromkeys(known_recipe(name).name for name in names))
-
-
-def _devices(names: Sequence[str]) -> tuple[str, ...]:
-    for name in names:
-        if name not in DEVICES:
-            raise OptionError(f"unknown device '{name}'", do=f"known: {', '.join(DEVICES)}")
-    return tuple(dict.fromkeys(names)) or ("host",)
-
-
-def _threads(count: int | None) -> int | None:
-    if count is not None and not 1 <= count <= 1024:
-        raise OptionError(f"--threads {count} makes no sense", do="give 1 to 1024")
-    return count
-
-
-def _budget_texts(budget: Any) -> tuple[str, ...]:
-    if budget is None or not isinstance(budget, (str, Sequence)):
-        return ()
-    return (budget,) if isinstance(budget, str) else tuple(budget)
-
-
-def _parse_budget(texts: Sequence[str], base: Budget) -> Budget:
-    from tpu2edge.runtime_check.budget import Budget
-
-    return Budget.parse(*texts, base=base) if texts else base
-
-
-_DYNAMIC = re.compile(r"^(?P<name>.+)\.(?P<axis>\d+)=(?P<min>\d+):(?P<max>\d+)$")
-
-
-def parse_dynamic(texts: Sequence[str]) -> dict[str, dict[int, Dim]]:
-    """``x.0=1:8`` as ``{"x": {0: Dim(1, 8)}}``.
-
-    Raises:
-        OptionError: a text of another form, or an empty range.
-    """
-    result: dict[str, dict[int, Dim]] = {}
-    for text in texts:
-        match = _DYNAMIC.match(text.strip())
-        if match is None:
-            raise OptionError(
-                f"--dynamic '{text}' has another form", do="write NAME.AXIS=MIN:MAX, e.g. x.0=1:8"
-            )
-        low, high = int(match["min"]), int(match["max"])
-        if not 1 <= low <= high:
-            raise OptionError(f"--dynamic '{text}': no size is in {low}:{high}", do="give MIN:MAX")
-        name, axis = match["name"], int(match["axis"])
-        result.setdefault(name, {})[axis] = Dim(name=f"{name}_{axis}", min=low, max=high)
-    return result
-
-
-_SHAPES = re.compile(r"^(?P<name>[^=]+)=(?P<shapes>(\d+(x\d+)*)(,\d+(x\d+)*)*)$")
-
-
-def parse_shapes(texts: Sequence[str]) -> dict[str, list[tuple[int, ...]]]:
-    """``x=1x3x8x8,4x3x8x8`` as ``{"x": [(1, 3, 8, 8), (4, 3, 8, 8)]}``.
-
-    Raises:
-        OptionError: a text of another form, a size of 0, or an input given twice.
-    """
-    result: dict[str, list[tuple[int, ...]]] = {}
-    for text in texts:
-        match = _SHAPES.match(text.strip())
-        if match is None:
-            raise OptionError(
-                f"--shapes '{text}' has another form",
-                do="write NAME=SHAPE,SHAPE…, e.g. x=1x3x224x224,8x3x224x224",
-            )
-        if match["name"] in result:
-            raise OptionError(
-                f"--shapes gives input '{match['name']}' twice",
-                do="list all its shapes in one --shapes, with commas",
-            )
-        shapes = [tuple(map(int, shape.split("x"))) for shape in match["shapes"].split(",")]
-        if any(0 in shape for shape in shapes):
-            raise OptionError(f"--shapes '{text}' has a size of 0", do="give sizes from 1 on")
-        result[match["name"]] = shapes
-    return result
 
 
 # ------------------------------------------------------------------------------------------ small

@@ -13,7 +13,8 @@ from torch import nn
 import tpu2edge
 from tpu2edge.errors import OptionError
 from tpu2edge.flatbuffer import read_tflite
-from tpu2edge.pipeline import CheckRequest, ExportRequest, check_target, export_source
+from tpu2edge.pipeline import check_target, export_source
+from tpu2edge.requests import CheckRequest, ExportRequest
 
 MODEL = """
 import torch
