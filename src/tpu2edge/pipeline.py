@@ -45,6 +45,14 @@ from tpu2edge.options import (
     thread_count,
 )
 from tpu2edge.requests import CheckRequest, ExportRequest
+from tpu2edge.tracing import (
+    Entries,
+    checkpoint_owner,
+    is_program,
+    origin_of,
+    trace_entries,
+    weights_of,
+)
 from tpu2edge.types import (
     Dim,
     EdgeModel,
@@ -179,7 +187,7 @@ def export_model(
         isolate=True,
     )
     refuse_existing(job.output, force=force)
-    entries: _Entries
+    entries: Entries
     if isinstance(module, Mapping):
         from tpu2edge.export.sources import signatures_from_mapping
 
@@ -190,7 +198,7 @@ def export_model(
             )
         entries = signatures_from_mapping(module, "export_model")
     else:
-        if not _is_program(module) and args is None and not kwargs:
+        if not is_program(module) and args is None and not kwargs:
             raise DataError("no example inputs were given", do="pass args=(tensor, …) or kwargs")
         given = tuple(args) if isinstance(args, (tuple, list)) else (args,)
         entries = {signature_name: (module, given if args is not None else (), dict(kwargs or {}))}
@@ -207,9 +215,9 @@ def export_model(
             return [_synthetic(program, num_samples, seed) for program in programs]
         return _given(programs, samples, num_samples, seed)
 
-    weights = _weights_of(entries)
+    weights = weights_of(entries)
     provenance = {
-        "source": {"origin": _origin_of(entries)},
+        "source": {"origin": origin_of(entries)},
         "weights_sha256": weights,
         "options": {"signature_name": signature_name, "num_samples": num_samples},
     }
@@ -217,7 +225,7 @@ def export_model(
     if isinstance(channels_last, str) or isinstance(channels_last_output, str):
         raise OptionError("channels_last takes names", do='give a tuple, channels_last=("x",)')
     last = (tuple(channels_last), tuple(channels_last_output))
-    return job.run(lambda: _trace(entries, dynamic, shapes, last, several), data, provenance)
+    return job.run(lambda: trace_entries(entries, dynamic, shapes, last, several), data, provenance)
 
 
 def export_source(
@@ -264,20 +272,20 @@ def export_source(
     }
     if request.checkpoint is not None:
         job.progress("load checkpoint")
-        owner = _checkpoint_owner(loaded)
+        owner = checkpoint_owner(loaded)
         notes.extend(load_checkpoint(owner, request.checkpoint))
         provenance["checkpoint"] = {
             "name": request.checkpoint.name,
             "sha256": checkpoint_digest(request.checkpoint),
         }
-    entries: _Entries
+    entries: Entries
     if loaded.signatures is not None:
         entries = loaded.signatures
     elif loaded.program is not None:
         entries = {request.signature_name: (loaded.program, (), {})}
     else:
         entries = {request.signature_name: (loaded.module, loaded.args or (), loaded.kwargs)}
-    provenance["weights_sha256"] = _weights_of(entries)
+    provenance["weights_sha256"] = weights_of(entries)
 
     def traced() -> list[TracedProgram]:
         if loaded.module is not None and loaded.args is None and not loaded.kwargs:
@@ -286,7 +294,7 @@ def export_source(
                 do="let its function return (module, args), or define get_args() beside it",
             )
         last = (request.channels_last, request.channels_last_output)
-        return _trace(entries, dynamic, shapes, last, loaded.signatures is not None)
+        return trace_entries(entries, dynamic, shapes, last, loaded.signatures is not None)
 
     def data(programs: Sequence[TracedProgram]) -> list[_Data]:
         if job.choice.kind == "given":
@@ -301,169 +309,6 @@ def export_source(
         return _from_files(programs, request)
 
     return job.run(traced, data, provenance, notes)
-
-
-#: Name of a signature -> module, method of one, or saved program; its args and kwargs.
-_Entries = Mapping[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]
-
-
-def _is_program(target: Any) -> bool:
-    return hasattr(target, "graph_signature")
-
-
-def _trace(
-    entries: _Entries,
-    dynamic: Mapping[str, Mapping[int, Any]] | None,
-    shapes: Mapping[str, Sequence[Sequence[int]]] | None,
-    last: tuple[tuple[str, ...], tuple[str, ...]],
-    several: bool,
-) -> list[TracedProgram]:
-    """One traced program a signature: the entries, or the only entry in several shapes."""
-    from tpu2edge.export.methods import module_of
-    from tpu2edge.export.program import trace_module, trace_program
-
-    for name in entries:
-        _refuse_signature_name(name, main=name == next(iter(entries)))
-    if shapes and (several or dynamic):
-        other = "--dynamic" if dynamic else "a mapping of signatures"
-        raise OptionError(
-            f"--shapes does not go with {other}", do="give a signature of its own for each shape"
-        )
-    if several and any(last):
-        raise OptionError(
-            "--channels-last does not go with a mapping of signatures",
-            do="permute in the methods: x.permute(0, 3, 1, 2) costs nothing before a convolution",
-        )
-    if not several:
-        ((name, (target, args, kwargs)),) = entries.items()
-        if _is_program(target):
-            if dynamic or shapes or any(last):
-                raise OptionError(
-                    "--dynamic, --shapes and --channels-last go with a module, not with a saved "
-                    "program",
-                    do="give dynamic_shapes to torch.export.export before saving",
-                )
-            return [trace_program(target, signature_name=name)]
-        return [
-            trace_module(
-                module_of(target, name),
-                args,
-                kwargs,
-                dynamic=dynamic,
-                shapes=sizes,
-                channels_last=last[0],
-                channels_last_output=last[1],
-                signature_name=each,
-            )
-            for each, sizes in _named_shapes(name, shapes or {})
-        ]
-    programs: list[TracedProgram] = []
-    for name, (target, args, kwargs) in entries.items():
-        if not args and not kwargs:
-            raise DataError(f"signature '{name}' has no example inputs", do="give (module, args)")
-        module = module_of(target, name)
-        own = {key: axes for key, axes in (dynamic or {}).items() if _takes(module, key)}
-        programs.append(trace_module(module, args, kwargs, dynamic=own, signature_name=name))
-    known = {spec.name for program in programs for spec in program.signature.inputs}
-    if unknown := sorted(set(dynamic or {}) - known):
-        raise OptionError(f"--dynamic names no input {unknown}", do=f"inputs: {sorted(known)}")
-    return programs
-
-
-def _takes(module: torch.nn.Module, input_name: str) -> bool:
-    import inspect
-
-    return input_name.split(".")[0] in inspect.signature(module.forward).parameters
-
-
-_SIGNATURE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-
-
-def _refuse_signature_name(name: str, *, main: bool) -> None:
-    """A further signature's reference has a folder of its name beside "oracle" and the samples."""
-    if main or (_SIGNATURE_NAME.fullmatch(name) and name != "oracle"):
-        return
-    raise OptionError(
-        f"a signature cannot be called '{name}'",
-        do="use letters, digits, '_', '-' and '.'; 'oracle' is taken",
-    )
-
-
-def _named_shapes(
-    name: str, shapes: Mapping[str, Sequence[Sequence[int]]]
-) -> list[tuple[str, dict[str, tuple[int, ...]]]]:
-    """The name of each signature and the shapes of its inputs."""
-    counts = {key: len(given) for key, given in shapes.items()}
-    if not counts:
-        return [(name, {})]
-    if len(set(counts.values())) > 1 or 0 in counts.values():
-        listed = ", ".join(f"{key}: {count}" for key, count in counts.items())
-        raise OptionError(
-            f"--shapes gives different numbers of shapes ({listed})",
-            do="give every input as many; the k-th shapes of all inputs belong together",
-        )
-    made: list[tuple[str, dict[str, tuple[int, ...]]]] = []
-    for index in range(next(iter(counts.values()))):
-        sizes = {key: tuple(int(s) for s in given[index]) for key, given in shapes.items()}
-        texts = ("x".join(map(str, size)) or "scalar" for size in sizes.values())
-        made.append(("_".join((name, *texts)) if index else name, sizes))
-    twice = [each for each, _ in made if [n for n, _ in made].count(each) > 1]
-    if twice or any(sizes == made[0][1] for _, sizes in made[1:]):
-        raise OptionError("--shapes gives the same shapes twice", do="give each once")
-    return made
-
-
-def _owners(entries: _Entries) -> list[Any]:
-    """The modules (or the program) whose weights the entries use, each once."""
-    from tpu2edge.export.methods import module_of, owner_of
-
-    found: dict[int, Any] = {}
-    for name, (target, _, _) in entries.items():
-        owner = target if _is_program(target) else owner_of(target) or module_of(target, name)
-        found[id(owner)] = owner
-    return list(found.values())
-
-
-def _weights_of(entries: _Entries) -> str:
-    import hashlib
-
-    from tpu2edge.export.prepare import weights_digest
-
-    digests = [
-        weights_digest(owner.module() if _is_program(owner) else owner)
-        for owner in _owners(entries)
-    ]
-    if len(digests) == 1:
-        return digests[0]
-    return hashlib.sha256("|".join(digests).encode()).hexdigest()
-
-
-def _origin_of(entries: _Entries) -> str:
-    names = []
-    for owner in _owners(entries):
-        kind = type(owner.module() if _is_program(owner) else owner)
-        names.append(f"{kind.__module__}.{kind.__qualname__}")
-    return ", ".join(names)
-
-
-def _checkpoint_owner(loaded: Any) -> torch.nn.Module:
-    """The one module that a checkpoint is for."""
-    if loaded.program is not None:
-        raise OptionError(
-            "--checkpoint goes with a module, not with a saved program",
-            do="leave --checkpoint away: the .pt2 file holds its weights",
-        )
-    if loaded.module is not None:
-        return loaded.module  # type: ignore[no-any-return]
-    owners = _owners(loaded.signatures)
-    if len(owners) != 1:
-        raise OptionError(
-            f"the signatures use {len(owners)} modules, so it is not known which one --checkpoint "
-            "is for",
-            do="make the signatures from methods of one module, or load the weights in the model "
-            "file",
-        )
-    return owners[0]  # type: ignore[no-any-return]
 
 
 def check_parity(
