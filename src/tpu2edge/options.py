@@ -23,7 +23,6 @@ __all__ = [
     "thread_count",
 ]
 
-
 DEVICES = ("host",)
 
 

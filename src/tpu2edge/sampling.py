@@ -163,11 +163,10 @@ def replayed_samples(
     from tpu2edge.runtime_check.reference import Reference
 
     assert source is not None
-    found = (
-        [source]
-        if isinstance(source, Reference)
-        else list(references.references_in(Path(source), None))
-    )
+    if isinstance(source, Reference):
+        found = [source]
+    else:
+        found = references.references_in(Path(source), None)
     known = {reference.signature.name: reference for reference in found}
     data: list[SampleSet] = []
     for program in programs:

@@ -23,7 +23,6 @@ __all__ = [
     "weights_of",
 ]
 
-
 #: Name of a signature -> module, method of one, or saved program; its args and kwargs.
 Entries = Mapping[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]
 
