@@ -99,7 +99,7 @@ def run_export(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
 
 def run_check(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """The work of ``tpu2edge check``."""
-    from tpu2edge.pipeline import check_target
+    from tpu2edge.checking import check_target
     from tpu2edge.requests import CheckRequest
 
     report = check_target(

@@ -10,12 +10,11 @@ import contextlib
 import ctypes
 import gc
 import math
-import os
 import shutil
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -24,14 +23,12 @@ from tpu2edge import bundle as bundles
 from tpu2edge import references
 from tpu2edge.bundle import Bundle, load_bundle
 from tpu2edge.errors import (
-    BundleError,
-    ConversionError,
     DataError,
-    DeviceError,
     OptionError,
 )
 from tpu2edge.files import canonical_json, sha256_of, write_atomically
 from tpu2edge.folders import refuse_existing, staged
+from tpu2edge.logs import log_stream, warnings_to
 from tpu2edge.options import (
     budget_texts,
     known_devices,
@@ -42,7 +39,7 @@ from tpu2edge.options import (
     thread_count,
 )
 from tpu2edge.places import refuse_unchanged, refuse_unrunnable, taps_in, transposes_left
-from tpu2edge.requests import CheckRequest, ExportRequest
+from tpu2edge.requests import ExportRequest
 from tpu2edge.sampling import (
     SampleSet,
     given_samples,
@@ -58,6 +55,7 @@ from tpu2edge.tracing import (
     trace_entries,
     weights_of,
 )
+from tpu2edge.truths import Truth, TruthMaker
 from tpu2edge.types import (
     Dim,
     EdgeModel,
@@ -75,13 +73,10 @@ if TYPE_CHECKING:
     from tpu2edge.export.lower import Lowered
     from tpu2edge.export.program import TracedProgram
     from tpu2edge.runtime_check.budget import Budget
-    from tpu2edge.runtime_check.metrics import OutputMetrics
     from tpu2edge.runtime_check.parity import CaseReport, ParityReport
-    from tpu2edge.runtime_check.reference import Reference, ReferenceWriter
+    from tpu2edge.runtime_check.reference import Reference
 
 __all__ = [
-    "check_parity",
-    "check_target",
     "export_model",
     "export_source",
 ]
@@ -314,147 +309,6 @@ def export_source(
     return job.run(traced, data, provenance, notes)
 
 
-def check_parity(
-    model: EdgeModel | Path | str,
-    reference: Reference | Path | str,
-    *,
-    budget: Budget | str | Sequence[str] | None = None,
-    oracle: Reference | None = None,
-    device: str = "host",
-    threads: int | None = None,
-    signature: str | None = None,
-    progress: Progress = no_progress,
-) -> ParityReport:
-    """Run a ``.tflite`` on every sample of a reference and hold it to a budget.
-
-    Args:
-        model: an EdgeModel, or the path of a ``.tflite`` file.
-        reference: a Reference, or the path of its folder.
-        budget: bounds as a Budget or as text; the recipe's default otherwise (float32 for a path).
-        oracle: the float64 outputs of the same samples, for the error split.
-        device: where to run it; "host" is this machine.
-        threads: LiteRT threads.
-        signature: the file's signature to check, when it has several.
-        progress: told about each sample.
-
-    Returns:
-        The report; a device that breaks gives ERROR cases in it.
-
-    Raises:
-        InputError: the file, the samples or the budget do not fit one another.
-    """
-    from tpu2edge.runtime_check.budget import default_budget
-    from tpu2edge.runtime_check.parity import check_model
-    from tpu2edge.runtime_check.reference import Reference
-
-    (device,) = known_devices([device])
-    if not isinstance(model, EdgeModel):
-        model = _edge_model(Path(model))
-    if not isinstance(reference, Reference):
-        reference = Reference.load(reference)
-    if not isinstance(budget, (str, Sequence)) and budget is not None:
-        full = budget
-    else:
-        full = parse_budget(budget_texts(budget), default_budget(model.recipe))
-    return check_model(
-        model,
-        reference,
-        full,
-        oracle=oracle,
-        device=device,
-        threads=thread_count(threads),
-        signature=signature,
-        progress=progress,
-    )
-
-
-def check_target(
-    request: CheckRequest,
-    *,
-    progress: Progress = no_progress,
-    on_note: NoteSink | None = None,
-    log_path: Path | None = None,
-) -> ParityReport:
-    """The comparison alone, for a bundle (all its models) or one ``.tflite``.
-
-    A bundle brings its own reference and budgets; a ``.tflite`` needs ``reference``.
-    """
-    from tpu2edge.runtime_check.budget import Budget, default_budget
-    from tpu2edge.runtime_check.parity import check_model
-    from tpu2edge.runtime_check.reference import Reference
-
-    devices = known_devices(request.devices)
-    progress("load")
-    reports: list[ParityReport] = []
-    # What each signature is held to, and its outputs that depend on no input.
-    checks: list[tuple[_Truth, frozenset[str]]] = []
-    if request.target.is_dir():
-        bundle = load_bundle(request.target)
-        stored = {entry["recipe"]: entry["budget"] for entry in bundle.manifest["models"]}
-        names = bundle.signatures if request.signature is None else (request.signature,)
-        if request.reference:
-            given = Reference.load(request.reference)
-            checks = [(_Truth(given, None), bundle.constant_outputs())]
-        else:
-            checks = [(_truth_of(bundle, name), bundle.constant_outputs(name)) for name in names]
-        models: Sequence[EdgeModel] = bundle.models
-        budgets = {
-            m.recipe: parse_budget(request.budgets, Budget.from_json(stored[m.recipe]))
-            for m in models
-        }
-        others = {spec.name for m in models for s in m.signatures for spec in s.outputs}
-        others.update(name for budget in stored.values() for name in budget["outputs"])
-    else:
-        if request.reference is None:
-            raise OptionError(
-                "a .tflite alone has nothing to be compared with",
-                do="give --reference: a reference folder or a bundle",
-            )
-        checks = [
-            (_Truth(found, None), frozenset[str]())
-            for found in references.references_in(request.reference, request.signature)
-        ]
-        models = (_edge_model(request.target),)
-        budgets = {
-            "float32": parse_budget(request.budgets, default_budget("float32")),
-        }
-        others = {spec.name for one, _ in checks for spec in one.reference.signature.outputs}
-    with _log_stream(log_path) as log:
-        for device in devices:
-            for model in models:
-                for truth, constant in checks:
-                    report = check_model(
-                        model,
-                        truth.reference,
-                        budgets[model.recipe],
-                        oracle=truth.oracle,
-                        eager=truth.eager,
-                        conversion=default_budget("float32"),
-                        floor=truth.floor,
-                        device=device,
-                        threads=thread_count(request.threads),
-                        signature=request.signature,
-                        constant_outputs=constant,
-                        other_outputs=frozenset(others),
-                        log=log,
-                        progress=progress,
-                    )
-                    reports.append(report)
-    return _merged(reports)
-
-
-def _edge_model(path: Path) -> EdgeModel:
-    if not path.is_file():
-        raise BundleError(f"there is no file '{path}'", do="give a .tflite file or a bundle folder")
-    return EdgeModel(
-        path=path,
-        signatures=(),
-        recipe="float32",
-        sha256=sha256_of(path),
-        size_bytes=path.stat().st_size,
-    )
-
-
 # --------------------------------------------------------------------------------------- the job
 
 
@@ -464,7 +318,7 @@ class _Part:
 
     program: TracedProgram
     where: str  # folder of its reference in the bundle
-    truth: _Truth
+    truth: Truth
 
 
 _KEPT = ".float"  # folder beside a reference for the float file's outputs, while a job runs
@@ -518,7 +372,7 @@ class _Job:
         for recipe in self.recipes:
             self._budget(recipe)
 
-    def _budget(self, recipe: str, truths: Sequence[_Truth] = ()) -> Budget:
+    def _budget(self, recipe: str, truths: Sequence[Truth] = ()) -> Budget:
         from tpu2edge.runtime_check.budget import (
             UNPROVED_LEAST_DB,
             budget_against_tpu,
@@ -559,18 +413,26 @@ class _Job:
         with (
             keep_global_state(),  # importing litert_torch alone seeds torch and NumPy anew
             staged(self.output, force=self.force) as folder,
-            _log_stream(self.log_path or folder / "log.txt") as log,
-            _warnings_to(log),
+            log_stream(self.log_path or folder / "log.txt") as log,
+            warnings_to(log),
         ):
             self.progress("trace")
             programs: list[TracedProgram] = traced()
             for program in programs:
                 self._say(program.notes)
+            maker = TruthMaker(
+                choice=self.choice,
+                weights_sha256=provenance.get("weights_sha256"),
+                isolate=self.isolate,
+                log=log,
+                progress=self.progress,
+                say=self._say,
+            )
             parts: list[_Part] = []
             for program, samples in zip(programs, data(programs), strict=True):
                 self._say(samples.notes)
                 where = "reference" if not parts else f"reference/{program.signature.name}"
-                truth = self._references(folder / where, program, samples, provenance, log)
+                truth = maker.make(folder / where, program, samples)
                 parts.append(_Part(program, where, truth))
             _release_memory()
             base, lowered = self._lower(folder, programs, log)
@@ -586,151 +448,6 @@ class _Job:
         bundle = load_bundle(self.output)
         self.progress.end()
         return bundle
-
-    def _references(
-        self,
-        where: Path,
-        program: TracedProgram,
-        data: SampleSet,
-        provenance: Mapping[str, Any],
-        log: IO[bytes],
-    ) -> _Truth:
-        """All references of the bundle: the one asked for, the eager module, the oracle."""
-        from tpu2edge.runtime_check.parity import noise_floor
-
-        if not data.samples:
-            raise DataError("there is no sample to check with", do="give --inputs with samples")
-        main = self._main_outputs(program, data, log)
-        common: dict[str, Any] = {
-            "data": data.source,
-            "weights_sha256": provenance.get("weights_sha256"),
-        }
-        writers = {
-            "oracle": _writer(where / "oracle", program, "oracle-f64", "f64", common, borrow=True)
-        }
-        if main is None:
-            writers["eager"] = _writer(where, program, "eager", "f32", common)
-        else:
-            writers["main"] = _writer(
-                where, program, main.provider, main.precision, common, extra=main.extra
-            )
-            writers["eager"] = _writer(
-                where / "eager", program, "eager", "f32", common, borrow=True
-            )
-        oracles = program.oracles(sample.inputs for sample in data.samples)
-        for index, sample in enumerate(data.samples):
-            self.progress("reference: eager and float64", index, len(data.samples))
-            known = data.eager.get(sample.id)
-            oracle = next(oracles)
-            if main is not None:
-                outputs = main.outputs[index] if main.provider != "oracle-f64" else oracle
-                writers["main"].add(sample, outputs)
-            eager = program.eager(sample.inputs) if known is None else known
-            writers["eager"].add(sample, eager)
-            writers["oracle"].add(sample, oracle)
-        if program.oracle_exceptions:
-            names = ", ".join(program.oracle_exceptions)
-            text = f"the float64 oracle computes {names} in the program's own precision"
-            self._say([Note(code="oracle-exception", text=text)])
-        closed = {
-            name: writers[name].close() for name in ("main", "eager", "oracle") if name in writers
-        }
-        truth = _Truth(closed.get("main", closed["eager"]), closed["oracle"])
-        if main is not None:
-            truth.eager = closed["eager"]
-            truth.floor = noise_floor(truth.reference, closed["oracle"])
-            if data.given is not None:
-                truth.is_given = True
-                truth.proof = self._prove(program, data, truth, log)
-        return truth
-
-    def _main_outputs(
-        self, program: TracedProgram, data: SampleSet, log: IO[bytes]
-    ) -> references.Predicted | None:
-        """The outputs that the file is held to; None for the eager module's."""
-        choice = self.choice
-        if data.given is not None:
-            given = data.given
-            return references.Predicted(
-                outputs=_LazyOutputs(given),
-                provider=given.provider,
-                precision=given.precision,
-                extra=dict(given.extra),
-                notes=(),
-            )
-        if choice.kind == "eager":
-            return None
-        if choice.kind == "f64":
-            return references.Predicted(
-                outputs=(), provider="oracle-f64", precision="f64", extra={}, notes=()
-            )
-        if choice.kind == "auto" and (steps := references.long_recurrence(program.program)):
-            # TPU lowerings take recurrent layers apart step by step: minutes for a long sequence.
-            text = (
-                f"compared with the torch module in float32: a recurrent layer of {steps} steps takes "
-                "long to predict for a TPU (--reference tpu-emulated does it)"
-            )
-            self._say([Note(code="no-prediction", text=text)])
-            return None
-        try:
-            predicted = self._predict(program, data.samples, choice, log)
-        except (ConversionError, DeviceError, OptionError) as error:
-            if choice.kind != "auto":
-                raise
-            text = f"compared with the torch module in float32: no TPU prediction: {error.what}"
-            self._say([Note(code="no-prediction", text=text)])
-            return None
-        self._say(predicted.notes)
-        return predicted
-
-    def _predict(
-        self,
-        program: TracedProgram,
-        samples: Sequence[Sample],
-        choice: references.ReferenceChoice,
-        log: IO[bytes],
-        twin: bool = False,
-    ) -> references.Predicted:
-        wanted = (program.tapped, program.tapped_signature, samples, choice)
-        if self.isolate:
-            return references.predict_isolated(*wanted, twin=twin, log=log, progress=self.progress)
-        return references.predict_outputs(*wanted, twin=twin, progress=self.progress)
-
-    def _prove(
-        self, program: TracedProgram, data: SampleSet, truth: _Truth, log: IO[bytes]
-    ) -> list[CaseReport]:
-        """The first comparison: were the captured outputs made from these weights and inputs?"""
-        from tpu2edge.runtime_check.parity import noise_floor
-
-        reference, eager = truth.reference, truth.eager
-        assert eager is not None and truth.oracle is not None  # noqa: PT018
-        precision = references.precision_of_label(reference.precision)
-        if reference.provider.startswith("tpu-emulated"):
-            return []
-        if precision is None:
-            if reference.precision != "f32":
-                text = (
-                    "whether the reference belongs to these weights is not proved: nothing here "
-                    f"computes in the precision '{reference.precision}'"
-                )
-                self._say([Note(code="not-proved", text=text)])
-                return []
-            return references.prove_reference(
-                reference, _LazyOutputs(eager), "the module on this CPU"
-            )
-        generation = references.generation_of(reference)
-        choice = references.ReferenceChoice(
-            kind="tpu-emulated", generation=generation, precision=precision
-        )
-        try:
-            predicted = self._predict(program, data.samples, choice, log, twin=True)
-        except (ConversionError, DeviceError, OptionError) as error:
-            text = f"whether the reference belongs to these weights is not proved: {error.what}"
-            self._say([Note(code="not-proved", text=f"{text} ({error.do})")])
-            return []
-        label = f"this CPU with TPU {generation} numerics"
-        truth.expected = noise_floor(reference, truth.oracle, outputs=predicted.outputs)
-        return references.prove_reference(reference, predicted.outputs, label, twin=predicted.twin)
 
     def _lower(
         self, folder: Path, programs: Sequence[TracedProgram], log: IO[bytes]
@@ -755,6 +472,7 @@ class _Job:
         log: IO[bytes],
     ) -> tuple[ParityReport, list[tuple[EdgeModel, Budget]]]:
         from tpu2edge.quantize.apply import quantize_file
+        from tpu2edge.runtime_check.parity import ParityReport
 
         reports: list[ParityReport] = []
         models: list[tuple[EdgeModel, Budget]] = []
@@ -784,7 +502,7 @@ class _Job:
             shutil.rmtree(folder / part.where / _KEPT, ignore_errors=True)
         if "float32" not in self.recipes:
             base.unlink()
-        merged = _merged(reports)
+        merged = reduce(ParityReport.merged, reports)
         proofs = [case for part in parts for case in part.truth.proof]
         return replace(merged, cases=(*proofs, *merged.cases)), models
 
@@ -922,70 +640,6 @@ class _Job:
         )
 
 
-@dataclass(slots=True)
-class _Truth:
-    """What the files are compared with; ``eager`` is None when it is the reference itself."""
-
-    reference: Reference
-    oracle: Reference | None
-    eager: Reference | None = None
-    floor: dict[str, OutputMetrics] = field(default_factory=dict)
-    is_given: bool = False  # captured elsewhere, not predicted here
-    expected: dict[str, OutputMetrics] = field(default_factory=dict)  # the floor it should have
-    proof: list[CaseReport] = field(default_factory=list)
-
-
-def _truth_of(bundle: Bundle, signature: str) -> _Truth:
-    """What a bundle's own signature was held to when it was made."""
-    from tpu2edge.runtime_check.parity import noise_floor
-
-    reference = bundle.reference(signature=signature)
-    truth = _Truth(reference, bundle.reference("oracle", signature=signature))
-    if (reference.path / "eager").is_dir():
-        assert truth.oracle is not None
-        truth.eager = bundle.reference("eager", signature=signature)
-        truth.floor = noise_floor(reference, truth.oracle)
-    return truth
-
-
-class _LazyOutputs(Sequence[Any]):
-    """A reference's outputs as a sequence, read one by one."""
-
-    def __init__(self, reference: Reference) -> None:
-        self._reference = reference
-
-    def __len__(self) -> int:
-        return len(self._reference)
-
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(index)  # what ends an iteration
-        return self._reference.outputs(index)
-
-
-def _writer(
-    path: Path,
-    program: TracedProgram,
-    provider: str,
-    precision: str,
-    common: Mapping[str, Any],
-    *,
-    borrow: bool = False,
-    extra: Mapping[str, Any] | None = None,
-) -> ReferenceWriter:
-    from tpu2edge.runtime_check.reference import ReferenceWriter
-
-    return ReferenceWriter(
-        path,
-        program.signature,
-        provider=provider,
-        precision=precision,
-        borrow_inputs=".." if borrow else None,
-        extra=extra,
-        **common,
-    )
-
-
 def _write_state(file: Path, programs: Sequence[TracedProgram]) -> None:
     """The values that an app starts from; signatures that share a buffer share its value."""
     import numpy as np
@@ -1014,13 +668,6 @@ def _tested_model(file: Path, signatures: Sequence[Signature], recipe: str) -> E
 # ------------------------------------------------------------------------------------------ small
 
 
-def _merged(reports: Sequence[ParityReport]) -> ParityReport:
-    merged = reports[0]
-    for report in reports[1:]:
-        merged = merged.merged(report)
-    return merged
-
-
 def _release_memory() -> None:
     """Hand freed memory back to the system, for glibc keeps it: the next stage starts lower."""
     gc.collect()
@@ -1034,24 +681,3 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-@contextlib.contextmanager
-def _log_stream(path: Path | None) -> Iterator[IO[bytes]]:
-    with Path(path or os.devnull).open("ab") as stream:
-        yield stream
-
-
-@contextlib.contextmanager
-def _warnings_to(log: IO[bytes]) -> Iterator[None]:
-    """Python warnings that torch raises while it traces go to the log, not to the user's stderr."""
-
-    def show(
-        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
-    ) -> None:
-        log.write(warnings.formatwarning(message, category, filename, lineno).encode())
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        warnings.showwarning = show
-        yield

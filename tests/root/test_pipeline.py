@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import tpu2edge
+from tpu2edge.checking import check_target
 from tpu2edge.errors import (
     BundleError,
     DataError,
@@ -22,7 +23,7 @@ from tpu2edge.errors import (
     OptionError,
     QuantizationError,
 )
-from tpu2edge.pipeline import check_target, export_source
+from tpu2edge.pipeline import export_source
 from tpu2edge.requests import CheckRequest, ExportRequest
 
 MODEL = '''

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import tpu2edge
+from tpu2edge.checking import check_target
 from tpu2edge.errors import BundleError, DataError, ModelSourceError, OptionError
 from tpu2edge.flatbuffer import read_tflite, signatures_of
-from tpu2edge.pipeline import check_target, export_source
+from tpu2edge.pipeline import export_source
 from tpu2edge.requests import CheckRequest, ExportRequest
 from tpu2edge.runtime_check.devices.client import Session
 
