@@ -163,8 +163,9 @@ def replayed_samples(
     from tpu2edge.runtime_check.reference import Reference
 
     assert source is not None
-    single = [source] if isinstance(source, Reference) else None
-    found = single or references.references_in(Path(source), None)
+    found: Sequence[Reference] = (
+        [source] if isinstance(source, Reference) else references.references_in(Path(source), None)
+    )
     known = {reference.signature.name: reference for reference in found}
     data: list[SampleSet] = []
     for program in programs:
