@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from tpu2edge.cli.options import AsJson
+
 __all__ = ["doctor"]
 
 
@@ -28,7 +30,7 @@ def doctor(
     precision: Annotated[
         str, typer.Option(metavar="NAME", help="With --tpu: default, high or highest.")
     ] = "default",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: AsJson = False,
 ) -> int:
     """Say what is installed here, and what is missing.
 
