@@ -166,11 +166,7 @@ def capture_source(
             "a saved program cannot be captured on another device",
             do="give the module that it was exported from",
         )
-    if loaded.args is None and not loaded.kwargs:
-        raise DataError(
-            f"'{request.source}' gives no example inputs",
-            do="let its function return (module, args), or define get_args() beside it",
-        )
+    loaded.refuse_without_inputs(request.source)
     about: dict[str, Any] = {"source": {"origin": loaded.origin, "sha256": loaded.sha256}}
     if request.checkpoint is not None:
         progress("load checkpoint")

@@ -238,11 +238,8 @@ def export_source(
     provenance["weights_sha256"] = weights_of(entries)
 
     def traced() -> list[TracedProgram]:
-        if loaded.module is not None and loaded.args is None and not loaded.kwargs:
-            raise DataError(
-                f"'{request.source}' gives no example inputs",
-                do="let its function return (module, args), or define get_args() beside it",
-            )
+        if loaded.signatures is None:
+            loaded.refuse_without_inputs(request.source)
         last = (request.channels_last, request.channels_last_output)
         return trace_entries(entries, dynamic, shapes, last, loaded.signatures is not None)
 

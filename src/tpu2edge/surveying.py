@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tpu2edge.errors import DataError, DeviceError
+from tpu2edge.errors import DeviceError
 from tpu2edge.requests import SurveyRequest
 from tpu2edge.types import Note, NoteSink, Progress, no_progress
 
@@ -46,11 +46,7 @@ def survey_source(
 
     progress("load model")
     loaded = load_source(request.source)
-    if loaded.program is None and loaded.args is None and not loaded.kwargs:
-        raise DataError(
-            f"'{request.source}' gives no example inputs",
-            do="let its function return (module, args), or define get_args() beside it",
-        )
+    loaded.refuse_without_inputs(request.source)
     progress("trace")
     if loaded.program is not None:
         traced = trace_program(loaded.program)
