@@ -7,6 +7,16 @@ from typing import Annotated
 
 import typer
 
+from tpu2edge.cli.options import (
+    AsJson,
+    Checkpoint,
+    Quiet,
+    ReferenceForce,
+    ReferenceOutput,
+    ReferenceSignatureName,
+    Seed,
+)
+
 __all__ = ["capture"]
 
 
@@ -19,16 +29,8 @@ def capture(
             "example inputs.",
         ),
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="The reference folder to make.")
-    ],
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Weights: .safetensors, .pt/.pth, or a PyTorch Distributed Checkpoint folder.",
-        ),
-    ] = None,
+    output: ReferenceOutput,
+    checkpoint: Checkpoint = None,
     inputs: Annotated[
         list[Path] | None,
         typer.Option(
@@ -61,17 +63,11 @@ def capture(
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Under torch.compile instead of eager.")
     ] = False,
-    signature_name: Annotated[
-        str, typer.Option(metavar="NAME", help="Name of the entry, as for export.")
-    ] = "serving_default",
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the made-up samples.")] = 0,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a reference that is there already.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print the last line only, and what is wrong.")
-    ] = False,
+    signature_name: ReferenceSignatureName = "serving_default",
+    seed: Seed = 0,
+    force: ReferenceForce = False,
+    json: AsJson = False,
+    quiet: Quiet = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show what torch and the device write.")
     ] = False,
@@ -86,10 +82,10 @@ def capture(
       tpu2edge capture model.py --device jax --compiled --precision highest -o ref
       tpu2edge export model.py --checkpoint step-1000/ --reference ref -o out
     """
-    from tpu2edge.capturing import CaptureRequest
     from tpu2edge.cli import printing
     from tpu2edge.cli.display import Display
     from tpu2edge.cli.supervise import run_job
+    from tpu2edge.requests import CaptureRequest
 
     request = CaptureRequest(
         source=model,

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tpu2edge.cli.options import AsJson, Devices, Quiet, Threads
+
 __all__ = ["check"]
 
 
@@ -34,20 +36,13 @@ def check(
             "Repeatable. Without it: the bundle's or the recipe's own.",
         ),
     ] = None,
-    device: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Where to run the files. Repeatable. [host]"),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Threads for running the files.")
-    ] = None,
+    device: Devices = None,
+    threads: Threads = None,
     signature: Annotated[
         str | None, typer.Option(metavar="NAME", help="The entry to check; else all of them.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print the last line only, and what is wrong.")
-    ] = False,
+    json: AsJson = False,
+    quiet: Quiet = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show what LiteRT writes.")
     ] = False,
@@ -63,7 +58,7 @@ def check(
     from tpu2edge.cli import printing
     from tpu2edge.cli.display import Display
     from tpu2edge.cli.supervise import run_job
-    from tpu2edge.pipeline import CheckRequest
+    from tpu2edge.requests import CheckRequest
 
     request = CheckRequest(
         target=target,

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from tpu2edge.cli.options import AsJson
+
 __all__ = ["doctor"]
 
 
@@ -28,7 +30,7 @@ def doctor(
     precision: Annotated[
         str, typer.Option(metavar="NAME", help="With --tpu: default, high or highest.")
     ] = "default",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: AsJson = False,
 ) -> int:
     """Say what is installed here, and what is missing.
 
@@ -47,7 +49,7 @@ def doctor(
     if tpu is not None:
         from tpu2edge.cli.display import Display
         from tpu2edge.cli.supervise import run_job
-        from tpu2edge.surveying import SurveyRequest
+        from tpu2edge.requests import SurveyRequest
 
         request = SurveyRequest(
             source=tpu, generations=tuple(generation or ()), precision=precision

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tpu2edge.cli.options import AsJson, Checkpoint, Devices, Quiet, Seed, Threads
+
 __all__ = ["export"]
 
 
@@ -23,13 +25,7 @@ def export(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="The bundle folder to make.")
     ],
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Weights: .safetensors, .pt/.pth, or a PyTorch Distributed Checkpoint folder.",
-        ),
-    ] = None,
+    checkpoint: Checkpoint = None,
     inputs: Annotated[
         list[Path] | None,
         typer.Option(
@@ -101,21 +97,14 @@ def export(
             "Repeatable. Without it: the recipe's own.",
         ),
     ] = None,
-    device: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Where to run the files. Repeatable. [host]"),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Threads for running the files.")
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the made-up samples.")] = 0,
+    device: Devices = None,
+    threads: Threads = None,
+    seed: Seed = 0,
     force: Annotated[
         bool, typer.Option("--force", help="Replace a bundle that is there already.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print the last line only, and what is wrong.")
-    ] = False,
+    json: AsJson = False,
+    quiet: Quiet = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show what torch and the converter write.")
     ] = False,
@@ -136,7 +125,7 @@ def export(
     from tpu2edge.cli import printing
     from tpu2edge.cli.display import Display
     from tpu2edge.cli.supervise import run_job
-    from tpu2edge.pipeline import ExportRequest
+    from tpu2edge.requests import ExportRequest
 
     request = ExportRequest(
         source=model,

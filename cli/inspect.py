@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tpu2edge.cli.options import AsJson
+
 __all__ = ["inspect"]
 
 
@@ -17,7 +19,7 @@ def inspect(
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List every tensor, not only the largest weights.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: AsJson = False,
 ) -> int:
     """Show what is in a .tflite file without running it.
 

@@ -85,7 +85,8 @@ def exit_code_of(verdict: Verdict) -> int:
 
 def run_export(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """The work of ``tpu2edge export``."""
-    from tpu2edge.pipeline import ExportRequest, export_source
+    from tpu2edge.pipeline import export_source
+    from tpu2edge.requests import ExportRequest
 
     bundle = export_source(
         ExportRequest.from_json(request),
@@ -98,7 +99,8 @@ def run_export(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
 
 def run_check(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """The work of ``tpu2edge check``."""
-    from tpu2edge.pipeline import CheckRequest, check_target
+    from tpu2edge.checking import check_target
+    from tpu2edge.requests import CheckRequest
 
     report = check_target(
         CheckRequest.from_json(request),
@@ -110,7 +112,8 @@ def run_check(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
 
 def run_capture(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """The work of ``tpu2edge capture``."""
-    from tpu2edge.capturing import CaptureRequest, capture_source, describe_reference
+    from tpu2edge.capturing import capture_source, describe_reference
+    from tpu2edge.requests import CaptureRequest
 
     made = capture_source(
         CaptureRequest.from_json(request), progress=context.progress, on_note=context.note
@@ -120,7 +123,8 @@ def run_capture(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
 
 def run_survey(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """The work of ``tpu2edge doctor --tpu``."""
-    from tpu2edge.surveying import SurveyRequest, survey_source
+    from tpu2edge.requests import SurveyRequest
+    from tpu2edge.surveying import survey_source
 
     found = survey_source(
         SurveyRequest.from_json(request), progress=context.progress, on_note=context.note

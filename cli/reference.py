@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tpu2edge.cli.options import AsJson, ReferenceForce, ReferenceOutput, ReferenceSignatureName
+
 __all__ = ["app"]
 
 app = typer.Typer(
@@ -32,9 +34,7 @@ def import_(
             "f32-highest (the last three on a TPU), bf16-model or f16-model.",
         ),
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="The reference folder to make.")
-    ],
+    output: ReferenceOutput,
     batch: Annotated[
         int | None,
         typer.Option(
@@ -48,13 +48,9 @@ def import_(
         str | None,
         typer.Option(metavar="TEXT", help="The device they were computed on, e.g. 'TPU v5e'."),
     ] = None,
-    signature_name: Annotated[
-        str, typer.Option(metavar="NAME", help="Name of the entry, as for export.")
-    ] = "serving_default",
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a reference that is there already.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    signature_name: ReferenceSignatureName = "serving_default",
+    force: ReferenceForce = False,
+    json: AsJson = False,
 ) -> int:
     """Make a reference of outputs that you have already.
 
@@ -64,8 +60,9 @@ def import_(
     Example:
       tpu2edge reference import --inputs x.npz --outputs y.npz --precision bf16-default -o ref
     """
-    from tpu2edge.capturing import ImportRequest, describe_reference, import_reference
+    from tpu2edge.capturing import describe_reference, import_reference
     from tpu2edge.cli import printing
+    from tpu2edge.requests import ImportRequest
 
     import_reference(
         ImportRequest(
@@ -88,7 +85,7 @@ def show(
     path: Annotated[
         Path, typer.Argument(metavar="DIR", help="A reference folder, or a bundle: its reference.")
     ],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: AsJson = False,
 ) -> int:
     """Show who computed a reference, in which precision, on what samples; checks its hashes.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from tpu2edge.errors import ModelSourceError, Place
+from tpu2edge.errors import DataError, ModelSourceError, Place
 from tpu2edge.files import sha256_of
 from tpu2edge.types import Note
 from tpu2edge.usercode import closest, import_dotted, import_file, shown_path, user_code
@@ -92,6 +92,18 @@ class LoadedSource:
     sha256: str | None
     notes: tuple[Note, ...]
     signatures: Mapping[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] | None = None
+
+    def refuse_without_inputs(self, source: str) -> None:
+        """Refuse a module, ``source`` to the user, that came without example inputs.
+
+        Raises:
+            DataError: there are none, and no saved program that has its own.
+        """
+        if self.program is None and self.args is None and not self.kwargs:
+            raise DataError(
+                f"'{source}' gives no example inputs",
+                do="let its function return (module, args), or define get_args() beside it",
+            )
 
 
 def load_source(spec: str) -> LoadedSource:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tpu2edge.bundle import Bundle, load_bundle
     from tpu2edge.capturing import capture
+    from tpu2edge.checking import check_parity
     from tpu2edge.errors import Tpu2EdgeError
-    from tpu2edge.pipeline import check_parity, export_model
+    from tpu2edge.pipeline import export_model
     from tpu2edge.runtime_check.budget import Budget
     from tpu2edge.runtime_check.parity import ParityReport
     from tpu2edge.runtime_check.reference import Reference
@@ -33,7 +34,7 @@ _HOME = {
     "Tpu2EdgeError": "tpu2edge.errors",
     "Verdict": "tpu2edge.types",
     "capture": "tpu2edge.capturing",
-    "check_parity": "tpu2edge.pipeline",
+    "check_parity": "tpu2edge.checking",
     "export_model": "tpu2edge.pipeline",
     "load_bundle": "tpu2edge.bundle",
 }

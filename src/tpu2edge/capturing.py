@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu2edge.errors import DataError, DeviceError, ExportError, OptionError, Place
 from tpu2edge.files import named_digest
 from tpu2edge.folders import refuse_existing, staged
+from tpu2edge.requests import CaptureRequest, ImportRequest
 from tpu2edge.types import (
     Array,
     Note,
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from tpu2edge.runtime_check.reference import Reference
 
 __all__ = [
-    "CaptureRequest",
-    "ImportRequest",
     "capture",
     "capture_source",
     "describe_reference",
@@ -50,62 +48,6 @@ _DEVICE_PACKAGES = {
     "xla": ("torch_xla", "pip install torch_xla beside the torch version that it was built for"),
     "jax": ("torchax", "pip install 'tpu2edge[tpu]'"),
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CaptureRequest:
-    """What ``tpu2edge capture`` was asked for; plain data."""
-
-    source: str
-    output: Path
-    checkpoint: Path | None = None
-    inputs: tuple[Path, ...] = ()
-    num_samples: int = 8
-    device: str | None = None
-    precision: str | None = None
-    compiled: bool = False
-    signature_name: str = "serving_default"
-    seed: int = 0
-    force: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data; paths as text."""
-        return _plain(asdict(self))
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CaptureRequest:
-        """The inverse of :meth:`to_json`."""
-        checkpoint = data["checkpoint"]
-        paths: dict[str, Any] = {
-            "output": Path(data["output"]),
-            "checkpoint": Path(checkpoint) if checkpoint else None,
-            "inputs": tuple(Path(path) for path in data["inputs"]),
-        }
-        return cls(**{**data, **paths})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImportRequest:
-    """What ``tpu2edge reference import`` was asked for."""
-
-    output: Path
-    inputs: Path
-    outputs: Path
-    precision: str
-    provider: str = "external"
-    batch: int | None = None
-    device_kind: str | None = None
-    signature_name: str = "serving_default"
-    force: bool = False
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        if isinstance(value, Path):
-            return str(value)
-        return [plain(item) for item in value] if isinstance(value, tuple) else value
-
-    return {name: plain(value) for name, value in values.items()}
 
 
 # ----------------------------------------------------------------------------------- public API
@@ -224,11 +166,7 @@ def capture_source(
             "a saved program cannot be captured on another device",
             do="give the module that it was exported from",
         )
-    if loaded.args is None and not loaded.kwargs:
-        raise DataError(
-            f"'{request.source}' gives no example inputs",
-            do="let its function return (module, args), or define get_args() beside it",
-        )
+    loaded.refuse_without_inputs(request.source)
     about: dict[str, Any] = {"source": {"origin": loaded.origin, "sha256": loaded.sha256}}
     if request.checkpoint is not None:
         progress("load checkpoint")

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from tpu2edge.bundle import load_bundle
 from tpu2edge.children import ending, follow_child
 from tpu2edge.errors import DataError, DeviceError, OptionError, Place, error_from_json
 from tpu2edge.types import (
@@ -47,9 +48,15 @@ if TYPE_CHECKING:
 __all__ = [
     "Predicted",
     "ReferenceChoice",
+    "choice_of",
+    "generation_of",
+    "is_rounded",
+    "long_recurrence",
+    "precision_of_label",
     "predict_isolated",
     "predict_outputs",
     "prove_reference",
+    "references_in",
     "replay",
 ]
 
@@ -120,6 +127,13 @@ class ReferenceChoice:
                 )
             topology_named(generation)
         return cls(kind=kind, generation=generation, precision=precision)
+
+
+def choice_of(reference: Reference | Path | str) -> ReferenceChoice:
+    """The choice of ``export_model``'s argument: a word, a path, or a reference itself."""
+    if isinstance(reference, (str, Path)):
+        return ReferenceChoice.parse(reference)
+    return ReferenceChoice(kind="given")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -474,3 +488,17 @@ def is_rounded(reference: Reference) -> bool:
     Then no file can be held to be nearer to them than they are to float64.
     """
     return reference.precision not in ("f32", "f64")
+
+
+def references_in(path: Path, signature: str | None) -> list[Reference]:
+    """All references of a bundle (that of ``signature``), or the one in a folder of its own."""
+    from tpu2edge.runtime_check.reference import Reference
+
+    inner = path / "reference"
+    if inner.is_dir() and (path / "manifest.json").is_file():
+        bundle = load_bundle(path)
+        if signature is not None and len(bundle.signatures) == 1:
+            return [bundle.reference()]  # the file may call it otherwise
+        names = bundle.signatures if signature is None else (signature,)
+        return [bundle.reference(signature=name) for name in names]
+    return [Reference.load(path)]

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
-from tpu2edge.errors import DataError, DeviceError
+from tpu2edge.errors import DeviceError
+from tpu2edge.requests import SurveyRequest
 from tpu2edge.types import Note, NoteSink, Progress, no_progress
 
-__all__ = ["GENERATIONS", "SurveyRequest", "survey_source"]
+__all__ = ["GENERATIONS", "survey_source"]
 
 #: What is asked for when no generation is named: those that can be rented.
 GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SurveyRequest:
-    """What ``tpu2edge doctor --tpu`` was asked for; plain data."""
-
-    source: str
-    generations: tuple[str, ...] = ()
-    precision: str = "default"
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {**asdict(self), "generations": list(self.generations)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> SurveyRequest:
-        """The inverse of :meth:`to_json`."""
-        return cls(**{**data, "generations": tuple(data["generations"])})
 
 
 def survey_source(
@@ -65,11 +46,7 @@ def survey_source(
 
     progress("load model")
     loaded = load_source(request.source)
-    if loaded.program is None and loaded.args is None and not loaded.kwargs:
-        raise DataError(
-            f"'{request.source}' gives no example inputs",
-            do="let its function return (module, args), or define get_args() beside it",
-        )
+    loaded.refuse_without_inputs(request.source)
     progress("trace")
     if loaded.program is not None:
         traced = trace_program(loaded.program)

@@ -274,9 +274,9 @@ def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             seconds=12.34,
         )
 
-    pipeline = types.ModuleType("tpu2edge.pipeline")
-    pipeline.ExportRequest = pipeline.CheckRequest = Request  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tpu2edge.pipeline", pipeline)
+    requests = types.ModuleType("tpu2edge.requests")
+    requests.ExportRequest = requests.CheckRequest = Request  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tpu2edge.requests", requests)
     monkeypatch.setattr(supervise, "run_job", run_job)
     return seen
 

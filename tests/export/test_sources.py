@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tpu2edge.errors import ModelSourceError
+from tpu2edge.errors import DataError, ModelSourceError
 from tpu2edge.export.sources import load_source
 
 NET = """
@@ -294,6 +294,16 @@ def test_a_saved_program_comes_with_its_example_inputs():
     assert y.tolist() == [2.0, 10.0, 18.0, 26.0]
     assert source.sha256 == hashlib.sha256(Path("net.pt2").read_bytes()).hexdigest()
     assert source.origin == "net.pt2"
+
+
+def test_a_module_without_inputs_is_refused_where_they_are_needed_a_program_is_not():
+    load_source(saved()).refuse_without_inputs("net.pt2")
+    write("net.py", NET + "def make():\n    return Net(), None, {'x': torch.ones(1, 3)}\n")
+    load_source("net.py:make").refuse_without_inputs("net.py:make")
+    write("bare.py", NET + "def get_model():\n    return Net()\n")
+    with pytest.raises(DataError, match="'bare.py' gives no example inputs") as caught:
+        load_source("bare.py").refuse_without_inputs("bare.py")
+    assert "get_args()" in caught.value.do
 
 
 def test_a_cut_or_foreign_pt2_is_refused_in_words():

@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 import tpu2edge
-from tpu2edge.capturing import CaptureRequest, capture_source, move_to_device
+from tpu2edge.capturing import capture_source, move_to_device
 from tpu2edge.errors import BundleError, DataError, DeviceError, ExportError, OptionError
 from tpu2edge.export.prepare import weights_digest
 from tpu2edge.export.program import trace_module
+from tpu2edge.requests import CaptureRequest
 from tpu2edge.types import Dim, Sample
 
 EXAMPLE = (torch.tensor([[1, 2, 3]]), {"gain": torch.ones(1), "bias": torch.zeros(4)})

@@ -77,6 +77,22 @@ def test_a_stage_imports_the_shared_modules_and_itself_only(stage):
     assert wrong == []
 
 
+def test_the_root_packages_modules_import_each_other_without_a_circle():
+    folder = ROOT / "src" / "tpu2edge"
+    mine = {path.stem: path for path in folder.glob("*.py") if path.stem != "__init__"}
+    needs: dict[str, set[str]] = {}
+    for module, path in mine.items():
+        found = [name for name, _ in imports(path, at_load=True)]
+        needs[module] = {
+            other for other in mine for f in found if within(f, (f"tpu2edge.{other}",))
+        }
+    assert {"exporting", "sampling", "tracing"} <= needs["pipeline"]
+    while needs:
+        free = {module for module, others in needs.items() if not others & set(needs)}
+        assert free, f"a circle among {sorted(needs)}"
+        needs = {module: others for module, others in needs.items() if module not in free}
+
+
 def test_the_command_line_imports_no_stage():
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {name}"

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 import tpu2edge
+from tpu2edge.checking import check_target
 from tpu2edge.errors import OptionError
 from tpu2edge.flatbuffer import read_tflite
-from tpu2edge.pipeline import CheckRequest, ExportRequest, check_target, export_source
+from tpu2edge.pipeline import export_source
+from tpu2edge.requests import CheckRequest, ExportRequest
 
 MODEL = """
 import torch

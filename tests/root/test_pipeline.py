@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import tpu2edge
+from tpu2edge.checking import check_target
 from tpu2edge.errors import (
     BundleError,
     DataError,
@@ -22,13 +23,8 @@ from tpu2edge.errors import (
     OptionError,
     QuantizationError,
 )
-from tpu2edge.pipeline import (
-    CheckRequest,
-    ExportRequest,
-    check_target,
-    export_source,
-    parse_dynamic,
-)
+from tpu2edge.pipeline import export_source
+from tpu2edge.requests import CheckRequest, ExportRequest
 
 MODEL = '''
 import torch
@@ -375,12 +371,6 @@ def test_wrong_options_are_refused_in_words(folder: Path, options: Any, words: s
         export_source(request(folder, "wrong", **options))
     assert caught.value.exit_code == 2
     assert not (folder / "wrong").exists()
-
-
-def test_dynamic_ranges_are_parsed() -> None:
-    parsed = parse_dynamic(("opts.ids.1=2:64", "x.0=1:8"))
-    assert (parsed["opts.ids"][1].min, parsed["opts.ids"][1].max) == (2, 64)
-    assert (parsed["x"][0].min, parsed["x"][0].max) == (1, 8)
 
 
 def test_a_dynamic_batch_is_checked_at_both_ends_and_between(folder: Path) -> None:

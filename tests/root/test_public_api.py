@@ -82,7 +82,7 @@ def run(*command: str) -> str:
         "import tpu2edge; tpu2edge.Tpu2EdgeError, tpu2edge.Signature, tpu2edge.Verdict",
         "import tpu2edge.types, tpu2edge.errors, tpu2edge.files, tpu2edge.bundle",
         "import tpu2edge.cli, tpu2edge.cli.app",
-        "import tpu2edge.pipeline",
+        "import tpu2edge.pipeline, tpu2edge.checking, tpu2edge.requests",
         "import tpu2edge.quantize.recipes",
     ],
 )

@@ -19,10 +19,11 @@ from torch import nn
 
 import tpu2edge
 from tpu2edge import pipeline, references
-from tpu2edge.capturing import ImportRequest, describe_reference, import_reference
+from tpu2edge.capturing import describe_reference, import_reference
 from tpu2edge.errors import BundleError, DataError, DeviceError, OptionError
 from tpu2edge.export.program import trace_module
 from tpu2edge.references import ReferenceChoice, prove_reference, replay
+from tpu2edge.requests import ExportRequest, ImportRequest
 from tpu2edge.runtime_check.budget import UNPROVED_LEAST_DB, budget_against_tpu
 from tpu2edge.runtime_check.metrics import sqnr_db
 from tpu2edge.runtime_check.parity import noise_floor
@@ -359,7 +360,7 @@ def test_a_prediction_that_fails_is_an_error_only_when_it_was_asked_for(
 
     monkeypatch.setattr(references, "predict_outputs", broken)
     (tmp_path / "net.py").write_text(SOURCE)
-    request = pipeline.ExportRequest(source=str(tmp_path / "net.py"), output=tmp_path / "out")
+    request = ExportRequest(source=str(tmp_path / "net.py"), output=tmp_path / "out")
     with pytest.raises(DeviceError, match="refuses the program"):
         pipeline.export_source(dataclasses.replace(request, reference="tpu-emulated"))
     assert not (tmp_path / "out").exists()

@@ -11,15 +11,11 @@ import torch
 from torch import nn
 
 import tpu2edge
+from tpu2edge.checking import check_target
 from tpu2edge.errors import BundleError, DataError, ModelSourceError, OptionError
 from tpu2edge.flatbuffer import read_tflite, signatures_of
-from tpu2edge.pipeline import (
-    CheckRequest,
-    ExportRequest,
-    check_target,
-    export_source,
-    parse_shapes,
-)
+from tpu2edge.pipeline import export_source
+from tpu2edge.requests import CheckRequest, ExportRequest
 from tpu2edge.runtime_check.devices.client import Session
 
 WIDTH = 300  # so that the weights (352 kB each) outweigh all else in the file
@@ -272,12 +268,3 @@ def test_what_does_not_fit_is_refused_in_words(
     with pytest.raises(error, match=words):
         export_source(request(folder, "refused", **options))
     assert not (folder / "refused").exists()
-
-
-def test_shapes_are_read_from_text() -> None:
-    assert parse_shapes(["x=1x3,2x3", "a.b=4,8"]) == {"x": [(1, 3), (2, 3)], "a.b": [(4,), (8,)]}
-    for text in ("x", "x=", "x=1x", "x=1,", "x=0x3", "x=1:3"):
-        with pytest.raises(OptionError):
-            parse_shapes([text])
-    with pytest.raises(OptionError, match="twice"):
-        parse_shapes(["x=1", "x=2"])

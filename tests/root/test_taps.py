@@ -13,7 +13,7 @@ import tpu2edge
 from tpu2edge.export.lower import Loweree, lower_programs
 from tpu2edge.export.program import trace_module
 from tpu2edge.export.taps import tap_name
-from tpu2edge.pipeline import _taps_in
+from tpu2edge.places import taps_in
 from tpu2edge.runtime_check.budget import default_budget
 from tpu2edge.runtime_check.parity import check_model, check_taps
 
@@ -86,7 +86,7 @@ def test_logits_that_are_all_too_large_fail_although_the_probabilities_pass(
     budget = default_budget("float32")
     report = check_model(model, bundle.reference(), budget)
     assert str(report.case("probs").verdict) == "PASS"
-    taps = _taps_in(lowered.path, traced, lowered.origins)
+    taps = taps_in(lowered.path, traced, lowered.origins)
     cases = {case.output: case for case in check_taps(model, bundle.reference(), taps, budget)}
     assert str(cases[tap_name("probs")].verdict) == "FAIL"
     metrics = cases[tap_name("probs")].metrics

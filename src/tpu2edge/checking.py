@@ -1,0 +1,169 @@
+"""A comparison alone: a ``.tflite`` or a bundle with a reference.
+
+``check_parity`` is the Python API, ``check_target`` the same from what the command line was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpu2edge import references
+from tpu2edge.bundle import load_bundle
+from tpu2edge.errors import BundleError, OptionError
+from tpu2edge.files import sha256_of
+from tpu2edge.logs import log_stream
+from tpu2edge.options import budget_texts, known_devices, parse_budget, thread_count
+from tpu2edge.requests import CheckRequest
+from tpu2edge.truths import Truth, truth_of
+from tpu2edge.types import EdgeModel, NoteSink, Progress, no_progress
+
+if TYPE_CHECKING:
+    from tpu2edge.runtime_check.budget import Budget
+    from tpu2edge.runtime_check.parity import ParityReport
+    from tpu2edge.runtime_check.reference import Reference
+
+__all__ = ["check_parity", "check_target"]
+
+
+def check_parity(
+    model: EdgeModel | Path | str,
+    reference: Reference | Path | str,
+    *,
+    budget: Budget | str | Sequence[str] | None = None,
+    oracle: Reference | None = None,
+    device: str = "host",
+    threads: int | None = None,
+    signature: str | None = None,
+    progress: Progress = no_progress,
+) -> ParityReport:
+    """Run a ``.tflite`` on every sample of a reference and hold it to a budget.
+
+    Args:
+        model: an EdgeModel, or the path of a ``.tflite`` file.
+        reference: a Reference, or the path of its folder.
+        budget: bounds as a Budget or as text; the recipe's default otherwise (float32 for a path).
+        oracle: the float64 outputs of the same samples, for the error split.
+        device: where to run it; "host" is this machine.
+        threads: LiteRT threads.
+        signature: the file's signature to check, when it has several.
+        progress: told about each sample.
+
+    Returns:
+        The report; a device that breaks gives ERROR cases in it.
+
+    Raises:
+        InputError: the file, the samples or the budget do not fit one another.
+    """
+    from tpu2edge.runtime_check.budget import default_budget
+    from tpu2edge.runtime_check.parity import check_model
+    from tpu2edge.runtime_check.reference import Reference
+
+    (device,) = known_devices([device])
+    if not isinstance(model, EdgeModel):
+        model = _edge_model(Path(model))
+    if not isinstance(reference, Reference):
+        reference = Reference.load(reference)
+    if not isinstance(budget, (str, Sequence)) and budget is not None:
+        full = budget
+    else:
+        full = parse_budget(budget_texts(budget), default_budget(model.recipe))
+    return check_model(
+        model,
+        reference,
+        full,
+        oracle=oracle,
+        device=device,
+        threads=thread_count(threads),
+        signature=signature,
+        progress=progress,
+    )
+
+
+def check_target(
+    request: CheckRequest,
+    *,
+    progress: Progress = no_progress,
+    on_note: NoteSink | None = None,
+    log_path: Path | None = None,
+) -> ParityReport:
+    """The comparison alone, for a bundle (all its models) or one ``.tflite``.
+
+    A bundle brings its own reference and budgets; a ``.tflite`` needs ``reference``.
+    """
+    from tpu2edge.runtime_check.budget import Budget, default_budget
+    from tpu2edge.runtime_check.parity import ParityReport, check_model
+    from tpu2edge.runtime_check.reference import Reference
+
+    devices = known_devices(request.devices)
+    progress("load")
+    reports: list[ParityReport] = []
+    # What each signature is held to, and its outputs that depend on no input.
+    checks: list[tuple[Truth, frozenset[str]]] = []
+    if request.target.is_dir():
+        bundle = load_bundle(request.target)
+        stored = {entry["recipe"]: entry["budget"] for entry in bundle.manifest["models"]}
+        names = bundle.signatures if request.signature is None else (request.signature,)
+        if request.reference:
+            given = Reference.load(request.reference)
+            checks = [(Truth(given, None), bundle.constant_outputs())]
+        else:
+            checks = [(truth_of(bundle, name), bundle.constant_outputs(name)) for name in names]
+        models: Sequence[EdgeModel] = bundle.models
+        budgets = {
+            m.recipe: parse_budget(request.budgets, Budget.from_json(stored[m.recipe]))
+            for m in models
+        }
+        others = {spec.name for m in models for s in m.signatures for spec in s.outputs}
+        others.update(name for budget in stored.values() for name in budget["outputs"])
+    else:
+        if request.reference is None:
+            raise OptionError(
+                "a .tflite alone has nothing to be compared with",
+                do="give --reference: a reference folder or a bundle",
+            )
+        checks = [
+            (Truth(found, None), frozenset[str]())
+            for found in references.references_in(request.reference, request.signature)
+        ]
+        models = (_edge_model(request.target),)
+        budgets = {
+            "float32": parse_budget(request.budgets, default_budget("float32")),
+        }
+        others = {spec.name for one, _ in checks for spec in one.reference.signature.outputs}
+    with log_stream(log_path) as log:
+        for device in devices:
+            for model in models:
+                for truth, constant in checks:
+                    report = check_model(
+                        model,
+                        truth.reference,
+                        budgets[model.recipe],
+                        oracle=truth.oracle,
+                        eager=truth.eager,
+                        conversion=default_budget("float32"),
+                        floor=truth.floor,
+                        device=device,
+                        threads=thread_count(request.threads),
+                        signature=request.signature,
+                        constant_outputs=constant,
+                        other_outputs=frozenset(others),
+                        log=log,
+                        progress=progress,
+                    )
+                    reports.append(report)
+    return reduce(ParityReport.merged, reports)
+
+
+def _edge_model(path: Path) -> EdgeModel:
+    if not path.is_file():
+        raise BundleError(f"there is no file '{path}'", do="give a .tflite file or a bundle folder")
+    return EdgeModel(
+        path=path,
+        signatures=(),
+        recipe="float32",
+        sha256=sha256_of(path),
+        size_bytes=path.stat().st_size,
+    )
