@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -21,13 +23,13 @@ from tpu2edge.files import temporary_beside
 from tpu2edge.flatbuffer import read_tflite
 from tpu2edge.quantize.recipes import Recipe
 from tpu2edge.quantize.recipes import recipe as recipe_called
-from tpu2edge.quantize.rules import Rule
+from tpu2edge.quantize.rules import stored_as_text
 from tpu2edge.quantize.scopes import OpScope, op_scopes
 
 if TYPE_CHECKING:
     from tpu2edge.types import Array
 
-__all__ = ["Applied", "LeftFloat", "Quantizer", "Ranges", "quantize_file"]
+__all__ = ["Applied", "Deviation", "Quantizer", "Ranges", "quantize_file"]
 
 _CHILD = Path(__file__).with_name("child.py")
 
@@ -43,28 +45,32 @@ _DYING_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LeftFloat:
-    """An op that the recipe names but that ai-edge-quantizer cannot quantize."""
+class Deviation:
+    """An op that ai-edge-quantizer cannot quantize as the recipe says.
+
+    ``instead`` says what was done: "float32", or what an earlier rule that fits the op says.
+    """
 
     subgraph: int
     index: int
     op: str
     scope: str
     why: str
+    instead: str
 
     def __str__(self) -> str:
-        return f"{self.op} '{self.scope.rstrip(';')}': {self.why}"
+        return f"{self.op} '{self.scope.rstrip(';')}' {_done(self.instead)}: {self.why}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Applied:
     """What one quantization did: ``recipe`` holds the rules that give the file byte for byte.
 
-    That is the recipe asked for, with rules that leave the ops in ``left_float`` as they are.
+    That is the recipe asked for, with further rules for the ops in ``deviations``.
     """
 
     recipe: Recipe
-    left_float: tuple[LeftFloat, ...]
+    deviations: tuple[Deviation, ...]
     size_bytes: int
 
 
@@ -125,8 +131,8 @@ class Quantizer:
             target: the file to write; it may exist.
             recipe: what to do.
             ranges: of the activations, for recipes that need calibration.
-            strict: refuse where an op cannot be quantized as the recipe says, instead of leaving it
-                float and saying so.
+            strict: refuse where an op cannot be quantized as the recipe says, instead of doing
+                the next best thing and saying so.
 
         Raises:
             OptionError: the recipe quantizes nothing, or needs ranges and got none.
@@ -145,13 +151,13 @@ class Quantizer:
                     "strict": strict,
                 },
             )
-            left = tuple(LeftFloat(**op) for op in answer.get("left_float", ()))
+            deviations = tuple(_deviation(op) for op in answer.get("deviations", ()))
             if not answer["ok"]:
-                raise self._refusal(recipe, answer, left)
+                raise self._refusal(recipe, answer, deviations)
             temporary.replace(target)
         return Applied(
             recipe=Recipe(name=recipe.name, rules=tuple(answer["rules"])),
-            left_float=left,
+            deviations=deviations,
             size_bytes=target.stat().st_size,
         )
 
@@ -159,7 +165,8 @@ class Quantizer:
         """End the process; a later :meth:`quantize` starts another."""
         child, self._child = self._child, None
         if child is not None:
-            assert child.stdin is not None and child.stdout is not None
+            assert child.stdin is not None
+            assert child.stdout is not None
             child.stdin.close()
             try:
                 child.wait(_DYING_S)
@@ -222,7 +229,8 @@ class Quantizer:
 
     def _exchange(self, child: subprocess.Popen[bytes], request: bytes) -> bytes:
         """The child's line in answer to ``request``; nothing if it ended instead."""
-        assert child.stdin is not None and child.stdout is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
         until = time.monotonic() + self.timeout_s
         try:
             child.stdin.write(request)
@@ -253,10 +261,8 @@ class Quantizer:
             status = child.wait()
         for pipe in (child.stdin, child.stdout):
             assert pipe is not None
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass
         self._pass_on_stderr()
         return status
 
@@ -304,16 +310,16 @@ class Quantizer:
         return self._ranges_files
 
     def _refusal(
-        self, recipe: Recipe, answer: Mapping[str, Any], left: Sequence[LeftFloat]
+        self, recipe: Recipe, answer: Mapping[str, Any], deviations: Sequence[Deviation]
     ) -> Exception:
         if answer["stage"] == "load":
             read_tflite(self.source)  # says better what the file is, if it is none
         if answer["type"] == "Refused":
-            listed = "; ".join(str(op) for op in left[:10])
-            more = f"; and {len(left) - 10} more" if len(left) > 10 else ""
+            ops = [f"{d.op} '{d.scope.rstrip(';')}': {d.why}" for d in deviations]
+            more = f"; and {len(ops) - 10} more" if len(ops) > 10 else ""
             return QuantizationError(
-                f"recipe '{recipe.name}' cannot be applied to {len(left)} "
-                f"{'op' if len(left) == 1 else 'ops'}: {listed}{more}",
+                f"recipe '{recipe.name}' cannot be applied to {len(ops)} "
+                f"{'op' if len(ops) == 1 else 'ops'}: {'; '.join(ops[:10])}{more}",
                 do="let these ops stay float, or use another recipe for them",
                 step="quantize",
             )
@@ -322,6 +328,24 @@ class Quantizer:
             do="try another recipe, e.g. dynamic_wi8_afp32 or weight_only_wi8_afp32",
             step="quantize",
         )
+
+
+def _deviation(told: Mapping[str, Any]) -> Deviation:
+    """What the child told of one op, in words."""
+    config = told.get("instead")
+    instead = "float32" if config is None else stored_as_text(config["weight_tensor_config"])
+    # The reason stands after the quantizer's own words on which tensor it was at.
+    why = re.sub(
+        r"^ValueError: Failed to get quantization parameters for tensor: .*?\. Error: ",
+        "",
+        told["why"],
+        flags=re.DOTALL,
+    )
+    return Deviation(**{**told, "why": why, "instead": instead})
+
+
+def _done(instead: str) -> str:
+    return "left float" if instead == "float32" else f"stored as {instead}"
 
 
 def _check_wanted(recipe: Recipe, ranges: Ranges | None) -> None:

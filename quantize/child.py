@@ -9,11 +9,13 @@ tpu2edge. A request is a JSON object::
 The answer is one line of JSON on the descriptor that was stdout (stdout itself becomes stderr,
 where the library prints)::
 
-    {"ok": true, "bytes": N, "left_float": [{"subgraph", "index", "op", "scope", "why"}], "rules": …}
-    {"ok": false, "stage": "load" | "rules" | "quantize", "type": …, "error": …, "left_float": […]}
+    {"ok": true, "bytes": N, "rules": […],
+     "deviations": [{"subgraph", "index", "op", "scope", "why", "instead"}]}
+    {"ok": false, "stage": "load" | "rules" | "quantize", "type": …, "error": …, "deviations": […]}
 
-Ops that the quantizer cannot do (an odd width in blocks, say) are left float by further rules,
-which the answer's ``rules`` hold; with ``strict`` they are told as an error instead.
+Ops that the quantizer cannot do as the rules say (an odd width in blocks, say) get the rule before
+that also fits them, or stay float, by further rules: the answer's ``rules`` hold these too, so that
+they give the same file again. With ``strict`` such ops are an error.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from ai_edge_quantizer import (
     algorithm_manager,
     model_modifier,
     params_generator,
+    qtyping,
     recipe_manager,
 )
 from ai_edge_quantizer.utils import tfl_flatbuffer_utils
@@ -50,36 +53,47 @@ class Source:
     def quantize(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Carry one request out; gives the answer."""
         stage = "rules"
-        left: list[dict[str, Any]] = []
+        deviations: dict[tuple[int, int, str], dict[str, Any]] = {}
+        tried: dict[tuple[int, int, str], list[Any]] = {}
         try:
             rules = list(request["rules"])
-            self._manager(rules)
+            _manager(rules)
             stage = "quantize"
             ranges = _read_ranges(request["ranges"]) if request["ranges"] else None
             for _ in range(_PASSES):
-                manager = self._manager(rules)
+                manager = _manager(rules)
                 params, failed = self._params(manager, ranges)
                 if not failed:
                     break
-                left += failed
                 if request["strict"]:
+                    for op in failed:
+                        deviations[_key(op)] = {**op, "instead": None}
                     raise Refused
-                rules += _rules_to_leave(failed)
+                scopes: dict[str, list[str]] = {}
+                for op in failed:
+                    matching = _matching(manager, op)
+                    tried.setdefault(_key(op), []).append(_kind_of(matching[-1]))
+                    instead = _instead(matching, tried[_key(op)])
+                    deviations.setdefault(_key(op), op)["instead"] = instead.get("op_config")
+                    rule = json.dumps({"operation": op["op"], **instead})
+                    scopes.setdefault(rule, []).append(re.escape(op["scope"]))
+                for rule, names in scopes.items():
+                    rules.append({"regex": f"^(?:{'|'.join(names)})$", **json.loads(rule)})
             else:
                 raise RuntimeError(f"ops still fail after {_PASSES} passes")
-            model = model_modifier.ModelModifier(self.model).modify_model(
-                params, serialize_to_path=request["target"]
-            )
+            modifier = model_modifier.ModelModifier(self.model)
+            _mend(modifier)
+            model = modifier.modify_model(params, serialize_to_path=request["target"])
         except Exception as error:  # noqa: BLE001 - told to the parent in full
             answer = _told(error, stage)
-            answer["left_float"] = left
+            answer["deviations"] = list(deviations.values())
             return answer
-        return {"ok": True, "bytes": len(model), "left_float": left, "rules": rules}
-
-    def _manager(self, rules: list[dict[str, Any]]) -> recipe_manager.RecipeManager:
-        manager = recipe_manager.RecipeManager()
-        manager.load_quantization_recipe(rules)
-        return manager
+        return {
+            "ok": True,
+            "bytes": len(model),
+            "rules": rules,
+            "deviations": list(deviations.values()),
+        }
 
     def _params(
         self, manager: recipe_manager.RecipeManager, ranges: dict[str, Any] | None
@@ -115,9 +129,7 @@ class Source:
     def _failure(self, op_info: Any, graph_info: Any, error: Exception) -> dict[str, Any]:
         tensors = graph_info.subgraph_tensors
         subgraph = next(
-            number
-            for number, graph in enumerate(self.model.subgraphs)
-            if graph.tensors is tensors
+            number for number, graph in enumerate(self.model.subgraphs) if graph.tensors is tensors
         )
         return {
             "subgraph": subgraph,
@@ -128,16 +140,81 @@ class Source:
         }
 
 
-def _rules_to_leave(failed: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rules that leave these ops float: one for each kind of op."""
-    scopes: dict[str, list[str]] = {}
-    for op in failed:
-        scopes.setdefault(op["op"], []).append(re.escape(op["scope"]))
-    made: list[dict[str, Any]] = []
-    for op, names in scopes.items():
-        regex = f"^(?:{'|'.join(names)})$"
-        made.append({"regex": regex, "operation": op, "algorithm_key": "no_quantize"})
-    return made
+def _manager(rules: list[dict[str, Any]]) -> recipe_manager.RecipeManager:
+    manager = recipe_manager.RecipeManager()
+    manager.load_quantization_recipe(rules)
+    return manager
+
+
+def _matching(manager: recipe_manager.RecipeManager, op: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rules that the quantizer could use for an op; it uses the last."""
+    found: list[dict[str, Any]] = []
+    for rule in manager.get_quantization_recipe():
+        if rule["operation"] not in ("*", op["op"]) or not re.search(rule["regex"], op["scope"]):
+            continue
+        if rule["algorithm_key"] != "no_quantize":
+            config = qtyping.OpQuantizationConfig.from_dict(rule["op_config"])
+            try:
+                algorithm_manager.check_op_quantization_config(
+                    rule["algorithm_key"], qtyping.TFLOperationName(op["op"]), config
+                )
+            except ValueError:
+                continue
+        found.append(rule)
+    return found
+
+
+def _key(op: Mapping[str, Any]) -> tuple[int, int, str]:
+    return op["subgraph"], op["index"], op["op"]
+
+
+def _kind_of(rule: Mapping[str, Any]) -> Any:
+    return rule["algorithm_key"], rule.get("op_config")
+
+
+def _instead(matching: list[dict[str, Any]], tried: list[Any]) -> dict[str, Any]:
+    """What to do with an op that failed: the last rule that was not tried, or nothing."""
+    for rule in reversed(matching):
+        if rule["algorithm_key"] == "no_quantize":
+            break
+        if _kind_of(rule) not in tried:
+            key = str(getattr(rule["algorithm_key"], "value", rule["algorithm_key"]))
+            return {"algorithm_key": key, "op_config": rule["op_config"]}
+    return {"algorithm_key": "no_quantize"}
+
+
+def _mend(modifier: model_modifier.ModelModifier) -> None:
+    """Make inserted QUANTIZE and DEQUANTIZE ops at the model's outputs leave other ops alone.
+
+    The consumer of an output has the number -1, which ai-edge-quantizer 0.10 takes for an index: the
+    last op of the graph is made to read the inserted op's result if it reads that output. It then
+    reads floats and writes integers, and computes garbage. And an op inserted for other consumers
+    of an output becomes the output.
+    """
+    registry = modifier._transformation_performer._transformation_registration
+    for kind in (
+        qtyping.QuantTransformation.ADD_QUANTIZE,
+        qtyping.QuantTransformation.ADD_DEQUANTIZE,
+    ):
+        registry[kind] = _mended(registry[kind])
+
+
+def _mended(insert: Any) -> Any:
+    def run(change: Any) -> Any:
+        graph = change.subgraph
+        if -1 not in change.consumers:
+            outputs = list(graph.outputs)
+            result = insert(change)
+            graph.outputs = outputs
+            return result
+        nobody = qtyping.OperatorT()
+        nobody.inputs, nobody.outputs = [], []
+        graph.operators.append(nobody)
+        result = insert(change)
+        assert graph.operators.pop() is nobody
+        return result
+
+    return run
 
 
 def _read_ranges(files: Mapping[str, str]) -> dict[str, Any]:

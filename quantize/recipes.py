@@ -12,8 +12,9 @@ import difflib
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tpu2edge.errors import OptionError
@@ -26,6 +27,7 @@ from tpu2edge.quantize.rules import (
     is_static,
     keep,
     static,
+    unused_regex,
     weight_only,
 )
 
@@ -100,14 +102,20 @@ _HADAMARD = "DECOMPOSED_HADAMARD_ROTATION"
 
 
 def _upstream(name: str, about: str, ratio: float, *rules: Rule) -> RecipeInfo:
-    return RecipeInfo(
-        name=name, about=about, rules=rules, upstream=name, expected_ratio=ratio
-    )
+    return RecipeInfo(name=name, about=about, rules=rules, upstream=name, expected_ratio=ratio)
 
 
-def _mixed(small: Callable[[str], Rule], rest: Rule, operations: Iterable[str]) -> tuple[Rule, ...]:
-    """``rest`` for all ops, and ``small`` for the ``operations`` that have kernels for it."""
-    return (rest, *(small(operation) for operation in operations))
+def _mixed(rest: Rule, *small: tuple[Callable[..., Rule], Sequence[str]]) -> tuple[Rule, ...]:
+    """``rest`` for all ops, and each of ``small`` for the ops that have kernels for it.
+
+    Each has a regex of its own, since rules of one regex replace one another: an op of a shape that
+    the last rule cannot do gets the one before.
+    """
+    rules = [rest]
+    for make, operations in small:
+        regex = unused_regex(rules, ".*")
+        rules += [make(regex=regex, operation=operation) for operation in operations]
+    return tuple(rules)
 
 
 # The ops that LiteRT computes with int4 weights (ai_edge_quantizer.default_policy).
@@ -139,7 +147,9 @@ RECIPES: Mapping[str, RecipeInfo] = {
             dynamic(8),
         ),
         _upstream("dynamic_wi4_afp32", f"int4 weights per channel, {_DYNAMIC}", 1 / 8, dynamic(4)),
-        _upstream("dynamic_wi2c_afp32", f"int2 weights per channel, {_DYNAMIC}", 1 / 16, dynamic(2)),
+        _upstream(
+            "dynamic_wi2c_afp32", f"int2 weights per channel, {_DYNAMIC}", 1 / 16, dynamic(2)
+        ),
         _upstream(
             "dynamic_legacy_wi8_afp32",
             "as dynamic_wi8_afp32, for layers of at least 1024 weights",
@@ -263,25 +273,29 @@ RECIPES: Mapping[str, RecipeInfo] = {
         RecipeInfo(
             name="int4",
             about=f"int4 weights per channel, int8 where there is no int4 kernel; {_DYNAMIC}",
-            rules=_mixed(lambda op: dynamic(4, operation=op), dynamic(8), _INT4_OPS),
+            rules=_mixed(dynamic(8), (partial(dynamic, 4), _INT4_OPS)),
             expected_ratio=1 / 8,
         ),
         RecipeInfo(
             name="int4-block32",
-            about=f"int4 weights in blocks of 32, int8 where there is no such kernel; {_DYNAMIC}",
-            rules=_mixed(lambda op: dynamic(4, operation=op, block=32), dynamic(8), _BLOCK_OPS),
+            about=f"int4 weights in blocks of 32, per channel or int8 where that does not go; {_DYNAMIC}",
+            rules=_mixed(
+                dynamic(8),
+                (partial(dynamic, 4), _INT4_OPS),
+                (partial(dynamic, 4, block=32), _BLOCK_OPS),
+            ),
             expected_ratio=4.5 / 32,
         ),
         RecipeInfo(
             name="int4-weight-only",
             about=f"int4 weights per channel, int8 where there is no int4 kernel; {_WEIGHTS}",
-            rules=_mixed(lambda op: weight_only(4, operation=op), weight_only(8), _INT4_WEIGHT_OPS),
+            rules=_mixed(weight_only(8), (partial(weight_only, 4), _INT4_WEIGHT_OPS)),
             expected_ratio=1 / 8,
         ),
         RecipeInfo(
             name="int2",
             about=f"int2 weights per channel, int8 where there is no int2 kernel; {_DYNAMIC}",
-            rules=_mixed(lambda op: dynamic(2, operation=op), dynamic(8), _INT4_OPS),
+            rules=_mixed(dynamic(8), (partial(dynamic, 2), _INT4_OPS)),
             expected_ratio=1 / 16,
         ),
     )
@@ -346,6 +360,12 @@ def _with_algorithm(info: RecipeInfo, ending: str) -> RecipeInfo:
             f"recipe '{info.name}' has no other algorithm: -{ending} does not go with it",
             do=f"use {info.name}",
         )
+    if ending != "octav" and (info.needs_calibration or "BLOCKWISE" in str(info.rules)):
+        raise OptionError(
+            f"recipe '{info.name}' does not go with -{ending}: {algorithm} is for weights per "
+            "channel or tensor, activations apart",
+            do=f"use {info.name} or {info.name}-octav",
+        )
     return RecipeInfo(
         name=f"{info.name}-{ending}",
         about=f"{info.about}; {ALGORITHMS[algorithm]}",
@@ -408,7 +428,7 @@ def with_float_io(recipe: Recipe) -> Recipe:
     if not recipe.needs_calibration:
         return recipe
     # A regex of its own: a rule with one that was there before would be moved to its place.
-    regex = _unused(recipe.rules, "")
+    regex = unused_regex(recipe.rules, "")
     ends = (keep(regex=regex, operation="INPUT"), keep(regex=regex, operation="OUTPUT"))
     return Recipe(name=recipe.name, rules=(*recipe.rules, *ends))
 
@@ -438,7 +458,7 @@ def keep_float(
         )
         # An op's scope is its outputs' names, each with a semicolon.
         names = "|".join(re.escape(tensor) for tensor in tensors)
-        rules.append(keep(regex=_unused(rules, f"^(?:{names});")))
+        rules.append(keep(regex=unused_regex(rules, f"^(?:{names});")))
     return Recipe(name=recipe.name, rules=tuple(rules))
 
 
@@ -469,11 +489,3 @@ def _no_module(pattern: str, known: Sequence[str]) -> OptionError:
         f"no layer matches '{pattern}'",
         do=f"{'near ones' if near else f'{len(named)} are known, among them'}: {', '.join(listed)}",
     )
-
-
-def _unused(rules: Iterable[Rule], regex: str) -> str:
-    """``regex``, or another that matches the same and that none of the rules has."""
-    used = {rule["regex"] for rule in rules}
-    while regex in used:
-        regex = f"(?:{regex})"
-    return regex

@@ -27,6 +27,8 @@ __all__ = [
     "is_static",
     "keep",
     "static",
+    "stored_as_text",
+    "unused_regex",
     "weight_only",
 ]
 
@@ -236,6 +238,28 @@ def is_static(rule: Rule) -> bool:
     )
 
 
+def unused_regex(rules: Iterable[Rule], regex: str) -> str:
+    """``regex``, or another that matches the same and that none of the rules has."""
+    used = {rule["regex"] for rule in rules}
+    while regex in used:
+        regex = f"(?:{regex})"
+    return regex
+
+
+def stored_as_text(config: Mapping[str, Any]) -> str:
+    """What a ``weight_tensor_config`` says, in words: "int8 per channel", "int4 in blocks of 32"."""
+    kind = {"INT": "int", "UINT": "uint", "FLOAT": "float"}[config.get("dtype", "INT")]
+    name = f"{kind}{config['num_bits']}"
+    if kind == "float":
+        return name
+    granularity = str(config.get("granularity", "TENSORWISE"))
+    if config.get("block_size", 0):
+        granularity = f"BLOCKWISE_{config['block_size']}"
+    if granularity.startswith("BLOCKWISE_"):
+        return f"{name} in blocks of {granularity.removeprefix('BLOCKWISE_')}"
+    return f"{name} per {'channel' if granularity == 'CHANNELWISE' else 'tensor'}"
+
+
 # ------------------------------------------------------------------------------------- checking
 
 _RULE_KEYS = ("regex", "operation", "algorithm_key", "op_config")
@@ -321,9 +345,7 @@ def _check_config(config: object, at: str) -> None:
     _one_of(precision, ("INTEGER", "FLOAT"), f"{at}.compute_precision")
     for key in ("explicit_dequantize", "skip_checks"):
         if key in config and not isinstance(config[key], bool):
-            raise OptionError(
-                f"{at}.{key} is {_kind(config[key])}", do="it is one of: true, false"
-            )
+            raise OptionError(f"{at}.{key} is {_kind(config[key])}", do="it is one of: true, false")
     least = config.get("min_weight_elements", 0)
     if not _is_count(least):
         raise OptionError(
@@ -365,7 +387,8 @@ def _check_tensor(config: object, at: str) -> None:
     block = config.get("block_size", 0)
     if not _is_count(block) or block not in (0, 32, 64, 128, 256):
         raise OptionError(
-            f"{at}.block_size is {_value(block)}", do="it is one of: 0 (no blocks), 32, 64, 128, 256"
+            f"{at}.block_size is {_value(block)}",
+            do="it is one of: 0 (no blocks), 32, 64, 128, 256",
         )
     if not isinstance(config.get("algorithm_params", {}), Mapping):
         raise OptionError(f"{at}.algorithm_params is no object", do="write {} or leave it away")
