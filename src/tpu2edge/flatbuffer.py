@@ -154,6 +154,8 @@ class Operator:
     inputs: tuple[int, ...]  # -1: an optional input that is left out
     outputs: tuple[int, ...]
     composite: str | None = None  # "odml.scaled_dot_product_attention" of a STABLEHLO_COMPOSITE
+    activation: str | None = None  # fused: "RELU", "RELU6" …
+    subgraphs: tuple[int, ...] = ()  # that it runs: condition and body of a WHILE, a decomposition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -646,6 +648,8 @@ class _Reader:
                     inputs=inputs,
                     outputs=outputs,
                     composite=self._composite(op) if name == "STABLEHLO_COMPOSITE" else None,
+                    activation=self._activation(op),
+                    subgraphs=self._subgraphs_of(op, name),
                 )
             )
         ends = self._ints(graph.InputsAsNumpy()), self._ints(graph.OutputsAsNumpy())
@@ -666,12 +670,42 @@ class _Reader:
         )
 
     def _composite(self, op: Any) -> str | None:
+        options = self._options2(op, "StableHLOCompositeOptions")
+        return None if options is None else self._text(options.Name())
+
+    def _options2(self, op: Any, kind: str) -> Any:
         table = op.BuiltinOptions2()
         if table is None:
             return None
-        options = self.schema.StableHLOCompositeOptions()
+        options = getattr(self.schema, kind)()
         options.Init(table.Bytes, table.Pos)
-        return self._text(options.Name())
+        return options
+
+    def _activation(self, op: Any) -> str | None:
+        kind, table = _names("BuiltinOptions").get(int(op.BuiltinOptionsType())), op.BuiltinOptions()
+        options = getattr(self.schema, kind, None) if kind and table is not None else None
+        if options is None or not hasattr(options, "FusedActivationFunction"):
+            return None
+        read = options()
+        read.Init(table.Bytes, table.Pos)
+        name = _names("ActivationFunctionType").get(int(read.FusedActivationFunction()))
+        return None if name == "NONE" else name
+
+    def _subgraphs_of(self, op: Any, name: str) -> tuple[int, ...]:
+        if name == "STABLEHLO_COMPOSITE":
+            options = self._options2(op, "StableHLOCompositeOptions")
+            return () if options is None else (int(options.DecompositionSubgraphIndex()),)
+        readers = {
+            "WHILE": ("WhileOptions", ("CondSubgraphIndex", "BodySubgraphIndex")),
+            "IF": ("IfOptions", ("ThenSubgraphIndex", "ElseSubgraphIndex")),
+        }
+        table = op.BuiltinOptions()
+        if name not in readers or table is None:
+            return ()
+        kind, fields = readers[name]
+        options = getattr(self.schema, kind)()
+        options.Init(table.Bytes, table.Pos)
+        return tuple(int(getattr(options, field)()) for field in fields)
 
     def _tensor(self, tensor: Any, index: int) -> Tensor:
         name = self._text(tensor.Name())
