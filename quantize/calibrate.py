@@ -394,9 +394,7 @@ def _check_signatures(
     listed = ", ".join(f"'{name}'" for name in signatures) or "none"
     for name in samples:
         if name not in signatures:
-            raise DataError(
-                f"'{source}' has no signature '{name}'", do=f"its signatures: {listed}"
-            )
+            raise DataError(f"'{source}' has no signature '{name}'", do=f"its signatures: {listed}")
     for name in signatures:
         if name not in samples:
             raise DataError(

@@ -32,6 +32,7 @@ from tpu2edge.runtime_check.metrics import OutputMetrics
 
 __all__ = [
     "DEFAULT_SOURCES",
+    "TASK_DEFAULT",
     "UNPROVED_LEAST_DB",
     "Bound",
     "Budget",
@@ -390,6 +391,7 @@ DEFAULT_SOURCES: Mapping[str, str] = {
     "18 dB: the default finds a broken file only, so give a budget or a task metric of your own",
     "static-int8": "measured 0.9 to 35 dB on trained networks: no default can stand for a task "
     "metric, so give a budget of your own",
+    "auto": "LiteRT's own gate for a converted file is 30 dB, and a search needs a goal",
 }
 
 _DEFAULTS: dict[str, tuple[tuple[Bound, ...], tuple[Bound, ...]]] = {
@@ -399,12 +401,24 @@ _DEFAULTS: dict[str, tuple[tuple[Bound, ...], tuple[Bound, ...]]] = {
     "dynamic-int8": (_bounds("sqnr>=10dB"), _bounds("mismatch<=0.1")),
     "int4": (_bounds("sqnr>=0dB"), _bounds("mismatch<=0.5")),
     "static-int8": (_bounds("sqnr>=5dB"), _bounds("mismatch<=0.2")),
+    "auto": (_bounds("sqnr>=30dB"), _bounds("mismatch<=0.05")),
 }
 
 
-def default_budget(recipe: str) -> Budget:
-    """The budget a recipe is held to when none is given; ``source`` says what it rests on."""
+#: For a task metric that is given without a bound: MLPerf Inference asks of a quantized model 99 % of
+#: the float model's accuracy.
+TASK_DEFAULT = (TaskBound(metric="metric_drop", op="<=", value=0.01, is_share=True),)
+
+
+def default_budget(recipe: str, *, has_metric: bool = False) -> Budget:
+    """The budget a recipe is held to when none is given; ``source`` says what it rests on.
+
+    ``has_metric``: a task metric decides how good a quantized file is, so that the bounds on its
+    outputs only have to find a broken one.
+    """
     family = _family(recipe)
+    if has_metric and family not in ("float32", "float16"):
+        family = "int4"
     floats, integers = _DEFAULTS[family]
     return Budget(
         floats=floats, integers=integers, source=f"default for {family}: {DEFAULT_SOURCES[family]}"
@@ -420,7 +434,11 @@ UNPROVED_LEAST_DB = 20.0
 
 
 def budget_against_tpu(
-    recipe: str, floors: Sequence[Mapping[str, OutputMetrics]], *, least_db: float = -math.inf
+    recipe: str,
+    floors: Sequence[Mapping[str, OutputMetrics]],
+    *,
+    least_db: float = -math.inf,
+    base: Budget | None = None,
 ) -> Budget:
     """The default when the reference is a TPU's (or predicted for one).
 
@@ -431,12 +449,13 @@ def budget_against_tpu(
             signatures have an output of one name, the larger noise counts.
         least_db: what a file has to reach whatever the floor says (or the recipe's default, if that
             is less): for outputs that nothing has shown to be this model's.
+        base: what stands for the recipe's default.
 
     Returns:
         Per output the recipe's default, but at most 3 dB below that noise floor; for integers the
         recipe's default share of differences, but at least 1.5 times the reference's own.
     """
-    usual = default_budget(recipe)
+    usual = base or default_budget(recipe)
     wanted = next((b.value for b in usual.floats if b.metric == "sqnr"), 0.0)
     allowed = next((b.value for b in usual.integers if b.metric == "mismatch"), 0.0)
     outputs: dict[str, tuple[Bound, ...]] = {}
@@ -459,7 +478,7 @@ def budget_against_tpu(
 
 
 def _family(recipe: str) -> str:
-    if recipe in ("float32", "float16"):
+    if recipe in ("float32", "float16", "auto"):
         return recipe
     if "wi4" in recipe or "wi2" in recipe or "int4" in recipe:
         return "int4"

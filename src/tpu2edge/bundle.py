@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpu2edge.errors import BundleError
 from tpu2edge.files import canonical_json, sha256_of, write_atomically
+from tpu2edge.flatbuffer import read_tflite
 from tpu2edge.types import EdgeModel, LayerSource, Note, Signature, Verdict
 
 if TYPE_CHECKING:
@@ -231,3 +232,23 @@ def layers_of_tensors(
         if found:
             result[tensor] = [source.to_json() for source in found]
     return result
+
+
+def modules_of_tensors(file: Path, nodes: Mapping[str, LayerSource]) -> dict[str, tuple[str, ...]]:
+    """LiteRT tensor name -> torch module paths, for every tensor that an operator of ``file`` makes.
+
+    Where the file does not come from a torch program, a tensor's own name stands for a module's.
+    """
+    read = read_tflite(file)
+    made = [
+        graph.tensors[index].name
+        for graph in read.subgraphs
+        for operator in graph.operators
+        for index in operator.outputs
+    ]
+    if not nodes:
+        return {name: (name,) for name in made}
+    return {
+        tensor: tuple(dict.fromkeys(source["module"] for source in sources if source["module"]))
+        for tensor, sources in layers_of_tensors(made, nodes).items()
+    }

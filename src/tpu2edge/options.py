@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu2edge.errors import OptionError
 from tpu2edge.types import Dim
 
 if TYPE_CHECKING:
+    from tpu2edge.family import FamilyOptions
+    from tpu2edge.quantize.recipes import Recipe
+    from tpu2edge.requests import FamilyRequest
     from tpu2edge.runtime_check.budget import Budget
 
 __all__ = [
     "DEVICES",
     "budget_texts",
+    "chosen_estimator",
+    "chosen_recipes",
+    "family_options",
     "known_devices",
-    "known_recipes",
+    "options_of",
     "parse_budget",
     "parse_dynamic",
     "parse_shapes",
@@ -26,19 +33,137 @@ __all__ = [
 DEVICES = ("host",)
 
 
-def known_recipes(names: Sequence[str]) -> tuple[str, ...]:
-    """The names of recipes, each once.
+def chosen_recipes(names: Sequence[str | Path]) -> tuple[Recipe, ...]:
+    """The recipes, each once: by name, or a path to a recipe file in ai-edge-quantizer's format.
+
+    "auto" has no rules: what it is to be is searched for.
 
     Raises:
-        OptionError: an unknown name, or none.
+        OptionError: an unknown name, a file that is no recipe, two of one name, or none at all.
     """
-    from tpu2edge.quantize.recipes import known_recipe
+    from tpu2edge.quantize.recipes import Recipe, known_recipe, recipe, recipe_from_file
 
-    if isinstance(names, str):
+    if isinstance(names, (str, Path)):
         names = (names,)
     if not names:
         raise OptionError("no recipe was given", do="give at least one, e.g. float32")
-    return tuple(dict.fromkeys(known_recipe(name).name for name in names))
+    found: dict[str, Recipe] = {}
+    for name in names:
+        if isinstance(name, Path):
+            made = recipe_from_file(name)
+            made = Recipe(name=re.sub(r"[^A-Za-z0-9_.-]", "_", name.stem), rules=made.rules)
+            if made.name in found or made.name in ("auto", "float32"):
+                raise OptionError(
+                    f"the recipe file '{name.name}' would be called '{made.name}', which is taken",
+                    do="give the file another name",
+                )
+        elif name == "auto":
+            made = Recipe(name="auto", rules=())
+        elif name == "float32":
+            made = Recipe(name="float32", rules=())
+        else:
+            made = recipe(known_recipe(name).name)
+        found[made.name] = made
+    return tuple(found.values())
+
+
+def chosen_estimator(name: str) -> str:
+    """The name of a range estimator.
+
+    Raises:
+        OptionError: it is unknown.
+    """
+    from tpu2edge.quantize.estimators import ESTIMATORS
+
+    if name not in ESTIMATORS:
+        raise OptionError(
+            f"--calibration-method '{name}' is unknown", do=f"known: {', '.join(ESTIMATORS)}"
+        )
+    return name
+
+
+def family_options(
+    recipes: Sequence[str | Path],
+    *,
+    budgets: Sequence[str] = (),
+    budget: Budget | None = None,
+    keep_float: Sequence[str] = (),
+    calibration: Sequence[Any] = (),
+    estimator: str = "minmax",
+    metric: str | None = None,
+    optimize: str = "size",
+    time_limit_s: float | None = None,
+    devices: Sequence[str] = ("host",),
+    threads: int | None = None,
+) -> FamilyOptions:
+    """What a family of files is asked for, checked before any work is done.
+
+    Raises:
+        OptionError: something unknown, or options that do not go together.
+        ModelSourceError: the task metric cannot be found.
+    """
+    from tpu2edge.family import FamilyOptions
+    from tpu2edge.runtime_check.task_metric import load_task_metric
+
+    chosen = chosen_recipes(recipes)
+    has_auto = any(recipe.name == "auto" for recipe in chosen)
+    if optimize not in ("size", "latency"):
+        raise OptionError(f"--optimize '{optimize}' is unknown", do="known: size, latency")
+    if (optimize != "size" or time_limit_s is not None) and not has_auto:
+        raise OptionError(
+            "--optimize and --time-limit are for a search",
+            do="add --recipe auto, or leave them away",
+        )
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise OptionError(
+            f"--time-limit {time_limit_s:g} makes no sense", do="give seconds above 0"
+        )
+    if calibration and not has_auto and not any(one.needs_calibration for one in chosen):
+        raise OptionError(
+            "--calibration-data is for static recipes, and none was chosen",
+            do="add --recipe int8-static, or leave it away",
+        )
+    if keep_float and all(not one.rules for one in chosen) and not has_auto:
+        raise OptionError(
+            "--keep-float is for recipes that quantize, and none was chosen",
+            do="add a --recipe, or leave it away",
+        )
+    options = FamilyOptions(
+        recipes=chosen,
+        budgets=tuple(budgets),
+        budget=budget,
+        keep_float=tuple(keep_float),
+        calibration=tuple(calibration),
+        estimator=chosen_estimator(estimator),
+        metric=load_task_metric(metric) if metric is not None else None,
+        optimize=optimize,
+        time_limit_s=time_limit_s,
+        devices=known_devices(devices),
+        threads=thread_count(threads),
+    )
+    bounds = [options.budget_of(name).task for name in options.names]
+    if options.metric is None and any(bounds):
+        raise OptionError(
+            "--budget bounds a task metric, but there is none",
+            do="name it: --metric file.py:function",
+        )
+    return options
+
+
+def options_of(request: FamilyRequest) -> FamilyOptions:
+    """The same from what the command line was given."""
+    return family_options(
+        (*request.recipes, *request.recipe_files),
+        budgets=request.budgets,
+        keep_float=request.keep_float,
+        calibration=request.calibration,
+        estimator=request.estimator,
+        metric=request.metric,
+        optimize=request.optimize,
+        time_limit_s=request.time_limit_s,
+        devices=request.devices,
+        threads=request.threads,
+    )
 
 
 def known_devices(names: Sequence[str]) -> tuple[str, ...]:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from tpu2edge import references
 from tpu2edge.bundle import Bundle
 from tpu2edge.errors import DataError, OptionError
-from tpu2edge.exporting import ExportJob, Stages
+from tpu2edge.exporting import ExportJob
 from tpu2edge.folders import refuse_existing
+from tpu2edge.logs import Stages
 from tpu2edge.options import (
     budget_texts,
-    known_devices,
-    known_recipes,
+    family_options,
+    options_of,
     parse_dynamic,
     parse_shapes,
-    thread_count,
 )
 from tpu2edge.requests import ExportRequest
 from tpu2edge.sampling import (
@@ -56,8 +56,14 @@ def export_model(
     kwargs: Mapping[str, Any] | None = None,
     *,
     output: Path | str,
-    recipes: Sequence[str] = ("float32",),
+    recipes: Sequence[str | Path] = ("float32",),
     budget: Budget | str | Sequence[str] | None = None,
+    keep_float: Sequence[str] = (),
+    calibration_data: Sequence[Any] = (),
+    calibration_method: str = "minmax",
+    metric: str | None = None,
+    optimize: str = "size",
+    time_limit_s: float | None = None,
     reference: Reference | Path | str = "eager",
     samples: Sequence[Sample | Mapping[str, Any]] | None = None,
     num_samples: int | None = None,
@@ -87,8 +93,16 @@ def export_model(
         args: example positional inputs (a lone tensor counts as one); an ExportedProgram has its own.
         kwargs: example keyword inputs.
         output: the folder to make; it appears in one rename when all is done.
-        recipes: names of recipes, "float32" or those of ai-edge-quantizer.
+        recipes: names of recipes, "float32", plain ones as "int8" or those of ai-edge-quantizer; a Path
+            is a recipe file in ai-edge-quantizer's format; "auto" is the smallest within the budget.
         budget: bounds for all recipes, as a Budget or as text ("sqnr>=30dB"); defaults by recipe.
+        keep_float: torch module paths that no recipe quantizes, with the wildcards of fnmatch.
+        calibration_data: samples that static recipes take their ranges from: paths,
+            "file.py:function", or samples by input name. Without it: half of the samples checked.
+        calibration_method: how a range is made of them: "minmax", "moving-average", "percentile", "mse".
+        metric: a function of your own, "file.py:accuracy" (docs/budgets.md), as a case of the report.
+        optimize: what "auto" makes small, "size" or "latency".
+        time_limit_s: when "auto" ends with the best it has.
         reference: what the numbers are held to: "eager" (the module in float32), "f64",
             "tpu-emulated[:v5e][@high]", "tpu-emulated-naive", "auto" (predicted for v5e if the extra
             "tpu" is installed), or a captured Reference or its folder, which brings its own samples.
@@ -123,11 +137,19 @@ def export_model(
     """
     job = ExportJob(
         output=Path(output),
-        recipes=known_recipes(recipes),
-        budgets=budget_texts(budget),
-        budget=budget if not isinstance(budget, (str, Sequence)) else None,
-        devices=known_devices(devices),
-        threads=thread_count(threads),
+        family=family_options(
+            recipes,
+            budgets=budget_texts(budget),
+            budget=budget if not isinstance(budget, (str, Sequence)) else None,
+            keep_float=keep_float,
+            calibration=calibration_data,
+            estimator=calibration_method,
+            metric=metric,
+            optimize=optimize,
+            time_limit_s=time_limit_s,
+            devices=devices,
+            threads=threads,
+        ),
         seed=seed,
         force=force,
         progress=Stages(progress),
@@ -186,14 +208,9 @@ def export_source(
     log_path: Path | None = None,
 ) -> Bundle:
     """The same for a model named on the command line; see :func:`export_model`."""
-    recipes = known_recipes(request.recipes)
     job = ExportJob(
         output=request.output,
-        recipes=recipes,
-        budgets=request.budgets,
-        budget=None,
-        devices=known_devices(request.devices),
-        threads=thread_count(request.threads),
+        family=options_of(request),
         seed=request.seed,
         force=request.force,
         progress=Stages(progress),

@@ -17,7 +17,9 @@ __all__ = [
     "CaptureRequest",
     "CheckRequest",
     "ExportRequest",
+    "FamilyRequest",
     "ImportRequest",
+    "QuantizeRequest",
     "Request",
     "SurveyRequest",
 ]
@@ -56,25 +58,46 @@ def _typed(value: Any, kind: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportRequest(Request):
+class FamilyRequest(Request):
+    """What the commands that make a family of files have in common."""
+
+    output: Path
+    recipes: tuple[str, ...] = ("float32",)
+    recipe_files: tuple[Path, ...] = ()
+    keep_float: tuple[str, ...] = ()
+    calibration: tuple[str, ...] = ()
+    estimator: str = "minmax"
+    metric: str | None = None
+    optimize: str = "size"
+    time_limit_s: float | None = None
+    budgets: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ("host",)
+    threads: int | None = None
+    inputs: tuple[Path, ...] = ()
+    num_samples: int | None = None  # None: by the size of the weights
+    seed: int = 0
+    force: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizeRequest(FamilyRequest):
+    """What ``tpu2edge quantize`` was asked for."""
+
+    source: Path  # a .tflite or a bundle
+    reference: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportRequest(FamilyRequest):
     """What ``tpu2edge export`` was asked for."""
 
     source: str
-    output: Path
     checkpoint: Path | None = None
-    inputs: tuple[Path, ...] = ()
-    num_samples: int | None = None  # None: by the size of the weights
     dynamic: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
     channels_last: tuple[str, ...] = ()
     channels_last_output: tuple[str, ...] = ()
     signature_name: str = "serving_default"
-    recipes: tuple[str, ...] = ("float32",)
-    budgets: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ("host",)
-    threads: int | None = None
-    seed: int = 0
-    force: bool = False
     reference: str | None = None  # a word or a path, see references.py; None: the usual one
 
 

@@ -1,0 +1,437 @@
+"""All files of one family: made from one float file by recipes, in parallel, and each checked.
+
+An export and ``tpu2edge quantize`` end in the same way, and this is it: ranges of activations are
+measured once, the quantizer's processes work while files are being checked, ``auto`` is searched for
+last, and every file gets its budget and its cases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from tpu2edge import references
+from tpu2edge.errors import DataError
+from tpu2edge.files import sha256_of
+from tpu2edge.options import parse_budget
+from tpu2edge.places import refuse_unchanged, refuse_unrunnable
+from tpu2edge.types import EdgeModel, Note, Progress, Signature, Tensors
+
+if TYPE_CHECKING:
+    from tpu2edge.quantize.apply import Applied, Ranges
+    from tpu2edge.quantize.calibrate import Calibration
+    from tpu2edge.quantize.recipes import Recipe
+    from tpu2edge.runtime_check.budget import Budget
+    from tpu2edge.runtime_check.devices.client import Tap
+    from tpu2edge.runtime_check.parity import CaseReport, ParityReport
+    from tpu2edge.runtime_check.task_metric import TaskMetric
+    from tpu2edge.truths import Truth
+
+__all__ = ["AUTO", "FLOAT", "Family", "FamilyOptions", "Made", "Part"]
+
+FLOAT, AUTO = "float32", "auto"
+
+_KEPT = ".float"  # folder beside a reference for the float file's outputs, while a job runs
+
+# ai-edge-quantizer holds the file, its tensors as arrays and the new file: measured 3 to 5 times the
+# file's size, with the interpreter and libraries on top.
+_TIMES_FILE, _BASE_BYTES = 6, 300 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FamilyOptions:
+    """Which files are wanted, and how they are made and judged."""
+
+    recipes: tuple[Recipe, ...]  # FLOAT has no rules; AUTO neither: it is searched for
+    budgets: tuple[str, ...] = ()
+    budget: Budget | None = None  # in place of all others
+    keep_float: tuple[str, ...] = ()
+    calibration: tuple[Any, ...] = ()  # see calibration.py; the samples of the check if empty
+    estimator: str = "minmax"
+    metric: TaskMetric | None = None
+    optimize: str = "size"
+    time_limit_s: float | None = None
+    devices: tuple[str, ...] = ("host",)
+    threads: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The recipes' names."""
+        return tuple(recipe.name for recipe in self.recipes)
+
+    def budget_of(self, recipe: str, truths: Sequence[Truth] = ()) -> Budget:
+        """What the files of ``recipe`` are held to, against these references."""
+        from tpu2edge.runtime_check.budget import (
+            TASK_DEFAULT,
+            UNPROVED_LEAST_DB,
+            budget_against_tpu,
+            default_budget,
+        )
+
+        if self.budget is not None:
+            return self.budget
+        base = default_budget(recipe, has_metric=self.metric is not None)
+        rounded = [truth for truth in truths if references.is_rounded(truth.reference)]
+        if rounded:
+            # The floor of captured outputs holds their faults, too: what they should be is better.
+            floors = [truth.expected or truth.floor for truth in rounded]
+            unproved = any(truth.is_given and not truth.expected for truth in rounded)
+            least = UNPROVED_LEAST_DB if unproved else -math.inf
+            base = budget_against_tpu(recipe, floors, least_db=least, base=base)
+        full = parse_budget(self.budgets, base)
+        if self.metric is not None and not full.task:
+            full = replace(full, task=TASK_DEFAULT)
+        return full
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One signature of the file, with what it is held to."""
+
+    signature: Signature
+    where: str  # folder of its reference in the bundle
+    truth: Truth
+    constant_outputs: frozenset[str] = frozenset()
+    initial: Mapping[str, Any] = field(default_factory=dict)  # the state that an app starts from
+    state: Mapping[str, str] = field(default_factory=dict)
+    taps: tuple[str, ...] = ()
+    find_taps: Callable[[Path], list[Tap]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """One file, what it was held to, and how it can be made again."""
+
+    model: EdgeModel
+    budget: Budget
+    about: Mapping[str, Any] = field(default_factory=dict)  # for the manifest
+
+
+@dataclass(kw_only=True)
+class Family:
+    """Makes and checks the files of a family in ``folder``.
+
+    ``modules`` are the torch modules that each tensor of the float file was computed by, ``nodes`` the
+    exported program's (node name -> its place in the model); ``checkpoint`` is where a search keeps
+    what it has measured, so that a killed one can go on.
+    """
+
+    options: FamilyOptions
+    folder: Path
+    parts: Sequence[Part]
+    base: Path  # the float file
+    modules: Mapping[str, Sequence[str]]
+    nodes: Mapping[str, Any]
+    progress: Progress
+    say: Callable[[Sequence[Note]], None]
+    log: IO[bytes]
+    checkpoint: Path | None = None
+    is_new: bool = True  # the float file was just converted: LiteRT's refusals are about the model
+
+    def run(self) -> tuple[ParityReport, list[Made]]:
+        """The report on all files, and the files that were wanted."""
+        from tpu2edge.runtime_check.parity import ParityReport
+
+        wanted = self.options.names
+        quantized = [recipe for recipe in self.options.recipes if recipe.name not in (FLOAT, AUTO)]
+        reports: list[ParityReport] = []
+        made: list[Made] = []
+        with self._quantizing(quantized) as pending:
+            float_report, float_made = self._checked(self.base, FLOAT, {})
+            if FLOAT in wanted:
+                reports.append(float_report)
+                made.append(float_made)
+            pending.begin_static(self._ranges_for(quantized), self.options.estimator)
+            for recipe in quantized:
+                file = self._file(recipe.name)
+                self.progress(f"quantize {recipe.name}")
+                applied = pending.result(recipe)
+                about = self._verified(file, recipe, applied)
+                report, one = self._checked(file, recipe.name, about)
+                reports.append(report)
+                made.append(one)
+        if AUTO in wanted:
+            about = self._search()
+            report, one = self._checked(self._file(AUTO), AUTO, about)
+            reports.append(report)
+            made.append(one)
+        for part in self.parts:
+            shutil.rmtree(self.folder / part.where / _KEPT, ignore_errors=True)
+        if FLOAT not in wanted:
+            self.base.unlink()
+        merged = reduce(ParityReport.merged, reports)
+        proofs = [case for part in self.parts for case in part.truth.proof]
+        return replace(merged, cases=(*proofs, *merged.cases)), made
+
+    # ----------------------------------------------------------------------------- making files
+
+    def _file(self, recipe: str) -> Path:
+        return self.folder / f"model.{recipe}.tflite"
+
+    @contextlib.contextmanager
+    def _quantizing(self, recipes: Sequence[Recipe]) -> Iterator[_Pending]:
+        pending = _Pending(self.base, self._file, self._kept_float(recipes), self.log)
+        try:
+            yield pending
+        finally:
+            pending.close()
+
+    def _kept_float(self, recipes: Sequence[Recipe]) -> list[Recipe]:
+        """The recipes with what ``keep_float`` says."""
+        patterns = self.options.keep_float
+        if not patterns:
+            return list(recipes)
+        from tpu2edge.quantize.recipes import keep_float
+
+        return [keep_float(recipe, patterns, self.modules) for recipe in recipes]
+
+    def _ranges_for(self, recipes: Sequence[Recipe]) -> Calibration | None:
+        """Ranges of activations, when a recipe needs them; measured once."""
+        if not any(recipe.needs_calibration for recipe in recipes):
+            return None
+        return self.calibrate(self.options.estimator)
+
+    def calibrate(self, *estimators: str) -> Calibration:
+        """Ranges of activations of the float file, by several estimators, in one pass."""
+        from tpu2edge.calibration import calibration_samples, samples_of_reference
+        from tpu2edge.quantize.calibrate import calibrate, check_samples
+
+        noted: list[Note] = []
+        data: dict[str, list[Tensors]] = {}
+        parity = {
+            part.signature.name: samples_of_reference(
+                part.truth.reference, range(len(part.truth.reference))
+            )
+            for part in self.parts
+        }
+        if self.options.calibration:
+            data = calibration_samples(
+                self.options.calibration,
+                [part.signature for part in self.parts],
+                initial={part.signature.name: part.initial for part in self.parts},
+                on_note=noted.append,
+            )
+            for name, samples in data.items():
+                noted += check_samples(samples, parity[name])
+        else:
+            for part in self.parts:
+                picks = search_picks(len(part.truth.reference))
+                data[part.signature.name] = samples_of_reference(part.truth.reference, picks)
+            count = sum(map(len, data.values()))
+            text = (
+                f"no --calibration-data: ranges of activations are from {count} of the samples that "
+                "are checked, so the parity of static recipes looks better than it is"
+            )
+            noted.append(Note(code="calibration-data", text=text))
+        self.say(noted)
+        self.progress("calibrate")
+        measured = calibrate(
+            self.base,
+            data,
+            estimators=estimators,
+            threads=self.options.threads,
+            progress=lambda _, done=None, total=None: self.progress("calibrate", done, total),
+            log=self.log,
+        )
+        self.say(measured.notes)
+        text = f"calibrated on {measured.samples} samples, ranges by {estimators[0]}"
+        self.say([Note(code="calibrated", text=text)])
+        return measured
+
+    def _verified(self, file: Path, recipe: Recipe, applied: Applied) -> dict[str, Any]:
+        """What the file holds; the user is told what is not as the recipe says."""
+        refuse_unchanged(self.base, file, recipe.name)
+        for deviation in applied.deviations:
+            text = f"{recipe.name}: {deviation}"
+            self.say([Note(code="recipe-deviation", text=text)])
+        return {"recipe_json": applied.recipe.to_json()}
+
+    def _search(self) -> dict[str, Any]:
+        from tpu2edge.autotuning import search_auto
+
+        return search_auto(self, self._file(AUTO))
+
+    # --------------------------------------------------------------------------- checking files
+
+    def _checked(
+        self, file: Path, recipe: str, about: Mapping[str, Any]
+    ) -> tuple[ParityReport, Made]:
+        """One file on all devices with the samples of all signatures."""
+        from tpu2edge.runtime_check.parity import ParityReport
+
+        model = EdgeModel(
+            path=file,
+            signatures=tuple(part.signature for part in self.parts),
+            recipe=recipe,
+            sha256=sha256_of(file),
+            size_bytes=file.stat().st_size,
+        )
+        budget = self.options.budget_of(recipe, [part.truth for part in self.parts])
+        reports: list[ParityReport] = []
+        for device in self.options.devices:
+            for part in self.parts:
+                report = self._check(model, budget, device, part)
+                if self.is_new and recipe == FLOAT and device == "host":
+                    refuse_unrunnable(report, file, self.nodes)
+                if device == "host":
+                    cases = self._check_taps(model, budget, part)
+                    report = replace(report, cases=(*report.cases, *cases))
+                reports.append(report)
+        return reduce(ParityReport.merged, reports), Made(model=model, budget=budget, about=about)
+
+    def _check(self, model: EdgeModel, budget: Budget, device: str, part: Part) -> ParityReport:
+        from tpu2edge.runtime_check.budget import default_budget
+        from tpu2edge.runtime_check.parity import check_model
+        from tpu2edge.runtime_check.reference import Reference
+
+        # The float file's own outputs tell conversion from quantization.
+        kept = self.folder / part.where / _KEPT
+        is_float = model.recipe == FLOAT
+        keep = is_float and device == "host" and any(name != FLOAT for name in self.options.names)
+        known = not is_float and (kept / "manifest.json").is_file()
+        truth = part.truth
+        return check_model(
+            model,
+            truth.reference,
+            budget,
+            oracle=truth.oracle,
+            eager=truth.eager,
+            conversion=default_budget(FLOAT),
+            floor=truth.floor,
+            float_outputs=Reference.load(kept, verify=False) if known else None,
+            device=device,
+            threads=self.options.threads,
+            constant_outputs=part.constant_outputs,
+            other_outputs=frozenset(
+                name
+                for other in self.parts
+                for name in (*(spec.name for spec in other.signature.outputs), *other.taps)
+            ),
+            keep=kept if keep else None,
+            metric=self.options.metric if part is self.parts[0] else None,
+            log=self.log,
+            progress=self.progress,
+        )
+
+    def _check_taps(self, model: EdgeModel, budget: Budget, part: Part) -> tuple[CaseReport, ...]:
+        """The values before a final softmax or sigmoid, where the file still has them."""
+        from tpu2edge.runtime_check.budget import default_budget
+        from tpu2edge.runtime_check.parity import check_taps
+
+        if part.find_taps is None:
+            return ()
+        truth = part.truth
+        return check_taps(
+            model,
+            truth.reference,
+            part.find_taps(model.path),
+            budget,
+            oracle=truth.oracle,
+            eager=truth.eager,
+            conversion=default_budget(FLOAT),
+            floor=truth.floor,
+            threads=self.options.threads,
+            log=self.log,
+        )
+
+
+def search_picks(count: int) -> list[int]:
+    """Which of ``count`` samples a search, or a calibration without data of its own, may use.
+
+    Every second one: the others are held out. A lone sample is both.
+    """
+    return list(range(0, count, 2))
+
+
+def held_out_picks(count: int) -> list[int]:
+    """The other ones."""
+    if count < 2:
+        raise DataError(
+            "recipe 'auto' needs at least two samples: one to search on and one that is held out",
+            do="give more --inputs",
+        )
+    return list(range(1, count, 2))
+
+
+class _Pending:
+    """Files being made by the quantizer's processes while others are checked."""
+
+    def __init__(
+        self,
+        base: Path,
+        file_of: Callable[[str], Path],
+        recipes: Sequence[Recipe],
+        log: IO[bytes],
+    ) -> None:
+        self._base, self._file_of, self._log = base, file_of, log
+        self._recipes = {recipe.name: recipe for recipe in recipes}
+        count = max(1, min(_at_once(base.stat().st_size), len(recipes)))
+        self._pool = ThreadPoolExecutor(max_workers=count, thread_name_prefix="quantize")
+        self._idle: list[Any] = []
+        self._futures: dict[str, Future[Applied]] = {
+            recipe.name: self._pool.submit(self._make, recipe, None)
+            for recipe in recipes
+            if not recipe.needs_calibration
+        }
+
+    def begin_static(self, calibration: Calibration | None, estimator: str) -> None:
+        """The ranges are known now: the recipes that need them can be made."""
+        for name, recipe in self._recipes.items():
+            if recipe.needs_calibration:
+                assert calibration is not None
+                ranges = calibration.ranges(estimator, bits=activation_bits(recipe))
+                self._futures[name] = self._pool.submit(self._make, recipe, ranges)
+
+    def _make(self, recipe: Recipe, ranges: Ranges | None) -> Applied:
+        from tpu2edge.quantize.apply import Quantizer
+
+        try:
+            quantizer = self._idle.pop()
+        except IndexError:
+            quantizer = Quantizer(self._base, log=self._log)
+        try:
+            return quantizer.quantize(self._file_of(recipe.name), recipe, ranges)  # type: ignore[no-any-return]
+        finally:
+            self._idle.append(quantizer)
+
+    def result(self, recipe: Recipe) -> Applied:
+        """What was done for ``recipe``; its error is raised here."""
+        return self._futures[recipe.name].result()
+
+    def close(self) -> None:
+        """End the processes; what has not begun is not begun."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for quantizer in self._idle:
+            quantizer.close()
+
+
+def activation_bits(recipe: Recipe) -> int:
+    """16 when a static recipe's activations have 16 bits, else 8."""
+    bits = {
+        int(config["num_bits"])
+        for rule in recipe.rules
+        if (config := (rule.get("op_config") or {}).get("activation_tensor_config"))
+    }
+    return 16 if bits == {16} else 8
+
+
+def _at_once(size_bytes: int) -> int:
+    """How many quantizers may hold a file of this size: by cores, and by the memory that is free."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    try:
+        text = Path("/proc/meminfo").read_text()
+        free = next(int(line.split()[1]) for line in text.splitlines() if "MemAvailable" in line)
+    except (OSError, StopIteration):
+        return 1 if size_bytes > 100 << 20 else cores
+    each = _BASE_BYTES + _TIMES_FILE * size_bytes
+    return max(1, min(cores, free * 1024 // 2 // each))
