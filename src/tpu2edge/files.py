@@ -17,6 +17,7 @@ __all__ = [
     "sha256_of",
     "sha256_of_arrays",
     "sha256_of_path",
+    "temporary_beside",
     "write_atomically",
 ]
 
@@ -67,13 +68,14 @@ def canonical_json(data: Any) -> str:
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Write beside ``path``, then rename: a reader sees the old file or the whole new one."""
     raw = data.encode() if isinstance(data, str) else data
-    with _temporary_beside(path) as temporary:
+    with temporary_beside(path) as temporary:
         temporary.write_bytes(raw)
         temporary.replace(path)
 
 
 @contextlib.contextmanager
-def _temporary_beside(path: Path) -> Iterator[Path]:
+def temporary_beside(path: Path) -> Iterator[Path]:
+    """An empty file beside ``path``, to be written and renamed; gone afterwards if it was not."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
     temporary = Path(name)
