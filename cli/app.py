@@ -27,6 +27,7 @@ from tpu2edge.cli.check import check
 from tpu2edge.cli.doctor import doctor
 from tpu2edge.cli.export import export
 from tpu2edge.cli.inspect import inspect
+from tpu2edge.cli.quantize import quantize
 from tpu2edge.errors import Tpu2EdgeError
 
 __all__ = ["app", "run"]
@@ -42,7 +43,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: rich would cost a third of the time it takes
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for command in (export, check, capture, inspect, doctor):
+for command in (export, quantize, check, capture, inspect, doctor):
     app.command()(command)
 app.add_typer(reference.app, name="reference")
 
@@ -69,6 +70,7 @@ def _root(
       tpu2edge doctor
       tpu2edge export model.py -o out
       tpu2edge export package.module:get_model --checkpoint step-1000/ --inputs samples.npz -o out
+      tpu2edge quantize out --recipe auto --budget 'sqnr>=35dB' -o smaller
       tpu2edge check out
       tpu2edge capture model.py --device tpu -o ref
       tpu2edge inspect out/model.float32.tflite

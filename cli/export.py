@@ -7,7 +7,24 @@ from typing import Annotated
 
 import typer
 
-from tpu2edge.cli.options import AsJson, Checkpoint, Devices, Quiet, Seed, Threads
+from tpu2edge.cli.options import (
+    AsJson,
+    Budgets,
+    BundleForce,
+    CalibrationData,
+    CalibrationMethod,
+    Checkpoint,
+    Devices,
+    KeepFloat,
+    Metric,
+    Optimize,
+    Quiet,
+    RecipeFiles,
+    Recipes,
+    Seed,
+    Threads,
+    TimeLimit,
+)
 
 __all__ = ["export"]
 
@@ -83,26 +100,19 @@ def export(
     signature_name: Annotated[
         str, typer.Option(metavar="NAME", help="Name of the entry in the file.")
     ] = "serving_default",
-    recipe: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME", help="How weights are stored. Repeatable: one file each. [float32]"
-        ),
-    ] = None,
-    budget: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT",
-            help="Bounds that the numbers must keep, as 'sqnr>=30dB' or 'logits:top1>=0.99'. "
-            "Repeatable. Without it: the recipe's own.",
-        ),
-    ] = None,
+    recipe: Recipes = None,
+    recipe_file: RecipeFiles = None,
+    budget: Budgets = None,
+    metric: Metric = None,
+    keep_float: KeepFloat = None,
+    calibration_data: CalibrationData = None,
+    calibration_method: CalibrationMethod = "minmax",
+    optimize: Optimize = "size",
+    time_limit: TimeLimit = None,
     device: Devices = None,
     threads: Threads = None,
     seed: Seed = 0,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a bundle that is there already.")
-    ] = False,
+    force: BundleForce = False,
     json: AsJson = False,
     quiet: Quiet = False,
     verbose: Annotated[
@@ -117,7 +127,9 @@ def export(
     Examples:
       tpu2edge export model.py -o out
       tpu2edge export model.py:build --checkpoint weights.safetensors --inputs samples.npz -o out
-      tpu2edge export model.py --recipe float32 --recipe dynamic_wi8_afp32 -o out
+      tpu2edge export model.py --recipe float32 --recipe int8 -o out
+      tpu2edge export model.py --recipe int8-static --calibration-data samples/ -o out
+      tpu2edge export model.py --inputs x.npz --recipe auto --budget 'sqnr>=35dB' -o out
       tpu2edge export model.py --shapes x=1x3x224x224,8x3x224x224 -o out
       tpu2edge export model.py --channels-last x -o out
       tpu2edge export model.py --dynamic tokens.1=8:128 --budget 'sqnr>=60dB' -o out
@@ -138,7 +150,14 @@ def export(
         channels_last=tuple(channels_last or ()),
         channels_last_output=tuple(channels_last_output or ()),
         signature_name=signature_name,
-        recipes=tuple(recipe or ("float32",)),
+        recipes=tuple(recipe or (() if recipe_file else ("float32",))),
+        recipe_files=tuple(recipe_file or ()),
+        keep_float=tuple(keep_float or ()),
+        calibration=tuple(calibration_data or ()),
+        estimator=calibration_method,
+        metric=metric,
+        optimize=optimize,
+        time_limit_s=time_limit,
         budgets=tuple(budget or ()),
         devices=tuple(device or ("host",)),
         threads=threads,

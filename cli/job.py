@@ -97,6 +97,20 @@ def run_export(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
     return {"bundle": str(bundle.path), "exit_code": exit_code_of(bundle.verdict)}
 
 
+def run_quantize(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
+    """The work of ``tpu2edge quantize``."""
+    from tpu2edge.quantizing import quantize_target
+    from tpu2edge.requests import QuantizeRequest
+
+    bundle = quantize_target(
+        QuantizeRequest.from_json(request),
+        progress=context.progress,
+        on_note=context.note,
+        log_path=context.log_path,
+    )
+    return {"bundle": str(bundle.path), "exit_code": exit_code_of(bundle.verdict)}
+
+
 def run_check(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """The work of ``tpu2edge check``."""
     from tpu2edge.checking import check_target
@@ -136,6 +150,7 @@ def run_survey(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
 #: Known jobs; another one is named as ``package.module:function``.
 JOBS: dict[str, Job] = {
     "export": run_export,
+    "quantize": run_quantize,
     "check": run_check,
     "capture": run_capture,
     "survey": run_survey,

@@ -9,14 +9,24 @@ import typer
 
 __all__ = [
     "AsJson",
+    "Budgets",
+    "BundleForce",
+    "CalibrationData",
+    "CalibrationMethod",
     "Checkpoint",
     "Devices",
+    "KeepFloat",
+    "Metric",
+    "Optimize",
     "Quiet",
+    "RecipeFiles",
+    "Recipes",
     "ReferenceForce",
     "ReferenceOutput",
     "ReferenceSignatureName",
     "Seed",
     "Threads",
+    "TimeLimit",
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -29,6 +39,74 @@ Checkpoint = Annotated[
         metavar="PATH",
         help="Weights: .safetensors, .pt/.pth, or a PyTorch Distributed Checkpoint folder.",
     ),
+]
+Recipes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--recipe",
+        metavar="NAME",
+        help="How the file is quantized: float32, float16, int8, int8-static, int4 … (a name that does "
+        "not exist lists all), or auto: the smallest mix within the budget. Repeatable: one file each.",
+    ),
+]
+RecipeFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--recipe-file",
+        metavar="JSON",
+        help="A recipe of your own, in ai-edge-quantizer's format. Repeatable.",
+    ),
+]
+KeepFloat = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MODULE",
+        help="A torch module that no recipe quantizes, as 'encoder.layers.0.*'. Repeatable.",
+    ),
+]
+CalibrationData = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATH_OR_FUNCTION",
+        help="Samples that static recipes take the ranges of activations from: files as for "
+        "--inputs, or file.py:function, which gives samples by input name. Repeatable. Without it: "
+        "half of the samples that are checked.",
+    ),
+]
+CalibrationMethod = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="How a range is made of them: minmax, moving-average, percentile or mse.",
+    ),
+]
+Metric = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.PY:FUNCTION",
+        help="A metric of your own, from all outputs; bounded by --budget 'metric_drop<=1%' and the like.",
+    ),
+]
+Optimize = Annotated[
+    str, typer.Option(metavar="WHAT", help="What --recipe auto makes small: size or latency.")
+]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS", help="When --recipe auto ends with the best it has. [until it is done]"
+    ),
+]
+Budgets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--budget",
+        metavar="TEXT",
+        help="Bounds that the numbers must keep, as 'sqnr>=30dB' or 'logits:top1>=0.99'. "
+        "Repeatable. Without it: the recipe's own.",
+    ),
+]
+BundleForce = Annotated[
+    bool, typer.Option("--force", help="Replace a bundle that is there already.")
 ]
 Devices = Annotated[
     list[str] | None,

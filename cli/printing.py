@@ -34,6 +34,7 @@ __all__ = [
     "print_model",
     "print_parity",
     "print_reference",
+    "print_search",
     "print_survey",
     "rows_of",
     "size_text",
@@ -113,22 +114,31 @@ def print_json(data: Mapping[str, Any]) -> None:
     print(json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def print_export(outcome: Outcome, output: Path, *, as_json: bool, quiet: bool) -> None:
-    """The parity table, the reasons of what failed, where the bundle is and what to do next."""
+def print_export(
+    outcome: Outcome, output: Path, *, as_json: bool, quiet: bool, word: str = "export"
+) -> None:
+    """The parity table, the reasons of what failed, where the bundle is and what to do next.
+
+    ``word`` is the command's.
+    """
     bundle = Path(outcome.result["bundle"])
     report = json.loads((bundle / "parity.json").read_text(encoding="utf-8"))
+    search_file = bundle / "search.json"
+    search = json.loads(search_file.read_text(encoding="utf-8")) if search_file.is_file() else None
     if as_json:
-        print_json(_outcome_json(outcome, report) | {"bundle": str(bundle)})
+        found = {"search": search} if search else {}
+        print_json(_outcome_json(outcome, report) | {"bundle": str(bundle)} | found)
         return
+    if search and not quiet:
+        print_search(search)
     sizes = {path.name: path.stat().st_size for path in bundle.glob("*.tflite")}
     print_parity(report, sizes=sizes, table=not quiet)
     size = sum(sizes.values())
     saved = f"{outcome.seconds:.1f}s, saved as '{output}' ({size_text(size)})"
-    word = _word(outcome.exit_code)
     if outcome.exit_code == 0:
-        print(f"export success {saved}")
+        print(f"{word} success {saved}")
     else:
-        print(f"export done {saved}, but parity {word}")
+        print(f"{word} done {saved}, but parity {_word(outcome.exit_code)}")
     if not quiet:
         print(f"next: tpu2edge inspect {_quoted(output)}")
         print(f"      tpu2edge check {_quoted(output)}")
@@ -145,6 +155,54 @@ def print_check(outcome: Outcome, target: Path, *, as_json: bool, quiet: bool) -
     print_parity(report, sizes=sizes, table=not quiet)
     word = "success" if outcome.exit_code == 0 else _word(outcome.exit_code)
     print(f"check {word} {outcome.seconds:.1f}s, {len(rows_of(report))} outputs of '{target}'")
+
+
+def print_search(search: Mapping[str, Any]) -> None:
+    """The Pareto table of a search: what no other file beats in size, SQNR and latency at once."""
+    base = search["float32"]
+    drawn = _table(
+        "mix",
+        ">size",
+        ">of float32",
+        ">SQNR dB searched",
+        ">held out",
+        ">ms",
+        ">of float32",
+        "budget",
+    )
+    from rich.text import Text
+
+    best = search["best"]
+    for row in search["rows"]:
+        if not row["pareto"] and row != best:
+            continue
+        levels = ", ".join(f"{count} {level}" for level, count in row["levels"].items())
+        name = row["recipe"] + (f" ({row['ranges']})" if row["ranges"] else "")
+        chosen = row["size_bytes"] == best["size_bytes"] and row["levels"] == best["levels"]
+        took, whole = row["searched"]["latency_ms"], base["searched"]["latency_ms"]
+        both = (row["searched"], row["held_out"] or row["searched"])
+        margin = min(float(figures["margin_db"]) for figures in both)
+        drawn.add_row(
+            Text(("→ " if chosen else "  ") + (levels if row["levels"] else name)),
+            size_text(row["size_bytes"]),
+            f"{row['size_bytes'] / base['size_bytes']:.1%}",
+            _decibels(row["searched"]["sqnr_db"]),
+            _decibels(row["held_out"]["sqnr_db"]) if row["held_out"] else "–",
+            "–" if took is None else f"{took:.3g}",
+            "–" if took is None or not whole else f"{took / whole:.2f}",
+            Text("met", style="green")
+            if row["met"]
+            else Text(f"missed by {_decibels(-margin)} dB", style="red"),
+        )
+    print(
+        f"{search['evaluations']} files were run; those that no other beats in all of size, SQNR and time:"
+    )
+    _console().print(drawn)
+
+
+def _decibels(value: Any) -> str:
+    number = float(value)
+    return "equal" if number == math.inf else f"{number:.1f}"
 
 
 def print_capture(outcome: Outcome, output: Path, *, as_json: bool, quiet: bool) -> None:

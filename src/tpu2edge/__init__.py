@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tpu2edge.checking import check_parity
     from tpu2edge.errors import Tpu2EdgeError
     from tpu2edge.pipeline import export_model
+    from tpu2edge.quantizing import quantize_model
     from tpu2edge.runtime_check.budget import Budget
     from tpu2edge.runtime_check.parity import ParityReport
     from tpu2edge.runtime_check.reference import Reference
@@ -37,6 +38,7 @@ _HOME = {
     "check_parity": "tpu2edge.checking",
     "export_model": "tpu2edge.pipeline",
     "load_bundle": "tpu2edge.bundle",
+    "quantize_model": "tpu2edge.quantizing",
 }
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "check_parity",
     "export_model",
     "load_bundle",
+    "quantize_model",
 ]
 
 

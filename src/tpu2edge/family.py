@@ -242,7 +242,7 @@ class Family:
             log=self.log,
         )
         self.say(measured.notes)
-        text = f"calibrated on {measured.samples} samples, ranges by {estimators[0]}"
+        text = f"calibrated on {measured.samples} samples, ranges by {', '.join(estimators)}"
         self.say([Note(code="calibrated", text=text)])
         return measured
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tpu2edge.runtime_check.parity import CaseReport
     from tpu2edge.runtime_check.reference import Reference, ReferenceWriter
 
-__all__ = ["Truth", "TruthMaker", "truth_of"]
+__all__ = ["Truth", "TruthMaker", "truth_at", "truth_of"]
 
 
 @dataclass(slots=True)
@@ -37,14 +37,20 @@ class Truth:
 
 def truth_of(bundle: Bundle, signature: str) -> Truth:
     """What a bundle's own signature was held to when it was made."""
-    from tpu2edge.runtime_check.parity import noise_floor
+    return truth_at(bundle.reference(signature=signature).path)
 
-    reference = bundle.reference(signature=signature)
-    truth = Truth(reference, bundle.reference("oracle", signature=signature))
-    if (reference.path / "eager").is_dir():
-        assert truth.oracle is not None
-        truth.eager = bundle.reference("eager", signature=signature)
-        truth.floor = noise_floor(reference, truth.oracle)
+
+def truth_at(path: Path) -> Truth:
+    """The reference in the folder ``path``, with the oracle and the eager outputs beside it, if any."""
+    from tpu2edge.runtime_check.parity import noise_floor
+    from tpu2edge.runtime_check.reference import Reference
+
+    truth = Truth(Reference.load(path), None)
+    if (path / "oracle").is_dir():
+        truth.oracle = Reference.load(path / "oracle")
+        if (path / "eager").is_dir():
+            truth.eager = Reference.load(path / "eager")
+            truth.floor = noise_floor(truth.reference, truth.oracle)
     return truth
 
 
