@@ -52,7 +52,8 @@ class Source:
     """The float file, read once; its weights stay in the mapped file."""
 
     def __init__(self, path: str) -> None:
-        self.model = tfl_flatbuffer_utils.read_model(tfl_flatbuffer_utils.get_model_content(path))
+        content = tfl_flatbuffer_utils.get_model_content(path)
+        self.model: Any = tfl_flatbuffer_utils.read_model(content)
 
     def quantize(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Carry one request out; gives the answer."""
@@ -187,7 +188,7 @@ def _instead(matching: list[dict[str, Any]], tried: list[Any]) -> dict[str, Any]
     return {"algorithm_key": "no_quantize"}
 
 
-def _mend(modifier: model_modifier.ModelModifier) -> None:
+def _mend(modifier: Any) -> None:
     """Make inserted QUANTIZE and DEQUANTIZE ops at the model's outputs leave other ops alone.
 
     The consumer of an output has the number -1, which ai-edge-quantizer 0.10 takes for an index: the

@@ -313,12 +313,13 @@ def _why_float(
 def _problems(before: TfliteFile, after: TfliteFile) -> Iterator[str]:
     for graph in after.subgraphs:
         old = {t.name: t for t in before.subgraphs[graph.index].tensors}
-        uses = _uses(graph)
+        uses, old_uses = _uses(graph), _uses(before.subgraphs[graph.index])
         for tensor in graph.tensors:
             yield from _bad_scales(after, graph, tensor)
             if tensor.is_constant and tensor.dtype in _FLOAT:
-                use = uses.get(tensor.index)
                 source = old.get(tensor.name)
+                # Where weights are dequantized first, only the base file tells who uses them.
+                use = uses.get(tensor.index) if source is None else old_uses.get(source.index)
                 # Infinity or NaN may well be meant, in a mask or to fill in with; never in weights.
                 meant = (
                     source is not None
