@@ -452,7 +452,7 @@ class _Plan:
         self.entries: dict[str, SignatureEntry] = {entry.name: entry for entry in file.signatures}
         self.masks: dict[str, frozenset[str]] = {}
         for entry in file.signatures:
-            self._add(entry.subgraph)
+            self._add(entry.subgraph, called=False)
             masked = set(self.graphs[entry.subgraph]["masked"])
             self.masks[entry.name] = frozenset(
                 name for name, index in entry.inputs.items() if index in masked
@@ -481,15 +481,18 @@ class _Plan:
             },
         }
 
-    def _add(self, number: int) -> None:
+    def _add(self, number: int, *, called: bool) -> None:
         if number in self.graphs:
             return
         graph = self.file.subgraphs[number]
+        used = {index for op in graph.operators for index in op.inputs} | set(graph.outputs)
         planned: dict[str, Any] = {
-            "inputs": list(graph.inputs),
+            # One that nothing uses has no memory.
+            "inputs": [(i, index) for i, index in enumerate(graph.inputs) if index in used],
             "outputs": list(graph.outputs),
             "reads": [],
             "rows": [],
+            "unused": [],
             "derived": [],
             "softmaxes": [],
             "binaries": [],
@@ -497,8 +500,12 @@ class _Plan:
         }
         self.graphs[number] = planned
         planned["masked"] = sorted(_on_the_way_to_softmax(graph))
-        for index in dict.fromkeys(graph.inputs):
-            self._read(planned, graph, index)
+        for position, index in enumerate(graph.inputs):
+            if index in used or not called:
+                self._read(planned, graph, index)
+            elif graph.tensors[index].dtype == "float32":
+                row = self.rows[number, index] = len(self.rows)
+                planned["unused"].append((position, row))
         for op in graph.operators:
             cut = op.activation in ("RELU", "RELU6") or op.name in _CUT_AT_ZERO
             source = self.rows.get((number, op.inputs[0])) if op.inputs else None
@@ -513,8 +520,8 @@ class _Plan:
                         self.same[row] = self.same.get(source, source)
             self._special(planned, graph, op.name, op.inputs)
             if op.name in _CALLS and op.subgraphs:
-                for called in op.subgraphs:
-                    self._add(called)
+                for other in op.subgraphs:
+                    self._add(other, called=True)
                 planned["calls"].append(
                     {"kind": op.name, "subgraphs": op.subgraphs, "inputs": list(op.inputs)}
                 )

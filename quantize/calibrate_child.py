@@ -12,6 +12,7 @@ LiteRT keeps only their last values, or none where a delegate computed the whole
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -21,7 +22,7 @@ from typing import Any
 
 _out = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)  # native code prints to stdout
-_in = os.fdopen(os.dup(0), "rb", buffering=1 << 20)
+_in = io.BufferedReader(io.FileIO(os.dup(0)), 1 << 20)
 
 import numpy as np  # noqa: E402
 
@@ -58,10 +59,12 @@ class Counts:
         self.begin()
 
     def begin(self) -> None:
+        """A sample starts."""
         self.sample_low.fill(np.inf)
         self.sample_high.fill(-np.inf)
 
     def end(self) -> None:
+        """A sample's own least and largest values go into those of all."""
         seen = self.sample_low <= self.sample_high
         np.minimum(self.low, self.sample_low, out=self.low)
         np.maximum(self.high, self.sample_high, out=self.high)
@@ -86,6 +89,7 @@ class Bins:
         self.counts = np.zeros(limit, np.int64)
 
     def add(self, values: Any, low: float, high: float) -> None:
+        """Count ``values``, a flat array of float32 that lies within [low, high]."""
         self._widen(min(self.low, low), max(self.high, high))
         if self.exponent >= -126:
             q = values * np.float32(2.0**-self.exponent)  # exact, and vectorized
@@ -139,10 +143,11 @@ class Runner:
                 experimental_preserve_all_tensors=True,
             )
         # The wrapped object's calls take a subgraph, and give views of the tensors.
-        self.raw = self.interpreter._interpreter
+        self.raw: Any = self.interpreter._interpreter
         self.shapes: dict[int, Any] = {}
 
     def run(self, graph: int, inputs: list[tuple[int, Any]]) -> None:
+        """Run one subgraph."""
         run_graph(self.raw, self.shapes, graph, inputs)
 
     def measure(self, signature: dict[str, Any], inputs: list[tuple[int, Any]]) -> None:
@@ -223,7 +228,7 @@ class Runner:
         width = view.shape[-1] if view.ndim else 1
         reaches = [math.log(width * 2.0 ** (bits + 1)) for bits in (8, 16)]
         floors = self.counts.floors[place]
-        if low > -HUGE and high - low <= reaches[0] and not view.size == 0:
+        if low > -HUGE and high - low <= reaches[0] and view.size:
             np.minimum(floors, low, out=floors)
             return
         rows = view.reshape(-1, width)
@@ -270,9 +275,14 @@ class Runner:
 
     def _nested(self, number: int, values: list[Any]) -> list[Any]:
         graph = self.plan["graphs"][str(number)]
-        self.run(number, list(zip(graph["inputs"], values, strict=True)))
+        self.run(number, [(index, values[position]) for position, index in graph["inputs"]])
         # Before what it calls itself is run: that could write to the same memory.
         results = [self.raw.GetTensor(index, number) for index in graph["outputs"]]
+        low, high = self.counts.sample_low, self.counts.sample_high
+        for position, row in graph["unused"]:
+            if values[position].size:
+                low[row] = min(low[row], values[position].min())
+                high[row] = max(high[row], values[position].max())
         self._read(number)
         return results
 
@@ -327,6 +337,7 @@ class Session:
         self.checked: set[str] = set()
 
     def sample(self, name: str, inputs: list[tuple[int, Any]]) -> None:
+        """Count one sample of the signature ``name``."""
         signature = self.plan["signatures"][name]
         if name not in self.checked:
             self._check(signature, inputs)
@@ -357,6 +368,7 @@ class Session:
         )
 
     def save(self, seconds: float) -> None:
+        """Write the counts where the plan says."""
         counts = self.counts
         arrays = {
             name: getattr(counts, name)
