@@ -29,14 +29,12 @@ from tpu2edge.children import ending
 from tpu2edge.errors import BundleError, DataError, DeviceError, OptionError, Place
 from tpu2edge.files import sha256_of, sha256_of_arrays, write_atomically
 from tpu2edge.flatbuffer import SignatureEntry, Subgraph, TfliteFile, read_tflite, signatures_of
+from tpu2edge.quantize.apply import Ranges
 from tpu2edge.quantize.estimators import ESTIMATORS, Histogram, mse_range, percentile_range
 from tpu2edge.quantize.saturation import SAME_ELEMENTS, Known, floors_of
 from tpu2edge.types import Array, Dim, Note, Progress, Signature, Tensors, no_progress
 
-__all__ = ["Calibration", "Ranges", "calibrate", "check_samples"]
-
-#: Tensor name -> (least, largest), float32 of shape (1,) * rank, as ai-edge-quantizer takes them.
-Ranges = Mapping[str, tuple[Array, Array]]
+__all__ = ["Calibration", "calibrate", "check_samples"]
 
 #: 1 (2026-12): least, largest, their means over samples, floors, histograms.
 FORMAT_VERSION = 1
@@ -79,6 +77,8 @@ class Calibration:
 
     def ranges(self, estimator: str = "minmax", *, bits: int = 8) -> Ranges:
         """The range of each tensor by ``estimator``, for activations of ``bits`` bits.
+
+        Arrays have the shape (1,) * rank, as ai-edge-quantizer takes them.
 
         Raises:
             OptionError: there is no such estimator, or it was not collected.

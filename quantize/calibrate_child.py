@@ -20,11 +20,7 @@ import time
 import warnings
 from typing import Any
 
-_out = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)  # native code prints to stdout
-_in = io.BufferedReader(io.FileIO(os.dup(0)), 1 << 20)
-
-import numpy as np  # noqa: E402
+import numpy as np
 
 # Beyond it, a value stands for "minus infinity" (masks); ai-edge-quantizer leaves the same out.
 HUGE = 3e38
@@ -34,10 +30,6 @@ MASKED = -1e3
 
 # Outputs of the run whose tensors are kept may differ by rounding from those of the plain run.
 SAME = 1e-4
-
-
-def _send(**message: Any) -> None:
-    _out.write(json.dumps(message) + "\n")
 
 
 class Counts:
@@ -394,35 +386,42 @@ class Session:
 
 def main() -> None:
     """Count what the parent sends until it says that this was all."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # native code prints to stdout
+    source = io.BufferedReader(io.FileIO(os.dup(0)), 1 << 20)
+
+    def send(**message: Any) -> None:
+        out.write(json.dumps(message) + "\n")
+
     warnings.simplefilter("ignore", RuntimeWarning)  # NaN and infinity are looked for, not avoided
     session = None
     seconds = 0.0
-    while line := _in.readline():
+    while line := source.readline():
         begun = time.perf_counter()
         message = json.loads(line)
         try:
             if "plan" in message:
                 session = Session(message["plan"])
-                _send(ok=True)
+                send(ok=True)
                 continue
             assert session is not None
             if "end" in message:
                 session.save(seconds)
-                _send(ok=True)
+                send(ok=True)
                 return
             inputs = []
             for index, dtype, shape in message["tensors"]:
                 array = np.empty(shape, dtype)
-                if array.size and _in.readinto(array.data.cast("B")) < array.nbytes:
+                if array.size and source.readinto(array.data.cast("B")) < array.nbytes:
                     return  # the parent is gone
                 inputs.append((index, array))
             first = message["signature"] not in session.checked
             session.sample(message["signature"], inputs)
             if not first:  # the first is run three times and prepares memory
                 seconds += time.perf_counter() - begun
-            _send(ok=True)
+            send(ok=True)
         except Exception as error:  # noqa: BLE001 - told to the parent in full
-            _send(ok=False, type=type(error).__name__, error=str(error))
+            send(ok=False, type=type(error).__name__, error=str(error))
             return
 
 

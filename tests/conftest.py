@@ -81,6 +81,8 @@ def write_tflite(path: Path, *graphs: Graph) -> Path:
             if hasattr(schema, options + "T"):
                 op.builtinOptions = getattr(schema, options + "T")()
                 op.builtinOptionsType = getattr(schema.BuiltinOptions, options)
+            if kind == "SOFTMAX":
+                op.builtinOptions.beta = 1.0
             sub.operators.append(op)
         sub.inputs = [index[name] for name in graph.inputs.values()]
         sub.outputs = [index[name] for name in dict.fromkeys(graph.outputs.values())]
