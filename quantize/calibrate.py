@@ -164,7 +164,7 @@ class Calibration:
             DataError: they are statistics of another file than ``source``.
         """
         try:
-            with np.load(path, allow_pickle=False) as data:
+            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as data:
                 meta = json.loads(bytes(data["meta"]))
                 version = meta["format_version"]
                 if version != FORMAT_VERSION:

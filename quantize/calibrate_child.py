@@ -180,6 +180,7 @@ class Runner:
             low[rows] = np.minimum(low[rows], found_low)
             high[rows] = np.maximum(high[rows], found_high)
         for kind, target, source in graph["derived"]:
+            counts.infinite[target] |= counts.infinite[source]
             a, b = low[source], high[source]
             if a > b:
                 continue
@@ -188,9 +189,9 @@ class Runner:
             elif kind == "relu":
                 a, b = max(a, np.float32(0)), max(b, np.float32(0))
             low[target], high[target] = min(low[target], a), max(high[target], b)
-            counts.infinite[target] |= counts.infinite[source]
         for index, place, row in graph["softmaxes"]:
-            self._softmax(tensor(raw, index, number), place, float(low[row]), float(high[row]))
+            least_seen = -math.inf if counts.infinite[row] else float(low[row])
+            self._softmax(tensor(raw, index, number), place, least_seen, float(high[row]))
         for index, place in graph["binaries"]:
             if counts.binary[place]:
                 view = tensor(raw, index, number)
@@ -220,7 +221,7 @@ class Runner:
         width = view.shape[-1] if view.ndim else 1
         reaches = [math.log(width * 2.0 ** (bits + 1)) for bits in (8, 16)]
         floors = self.counts.floors[place]
-        if low > -HUGE and high - low <= reaches[0] and view.size:
+        if high - low <= reaches[0] and view.size:
             np.minimum(floors, low, out=floors)
             return
         rows = view.reshape(-1, width)

@@ -131,6 +131,16 @@ def small_tflite() -> Path:
 
 
 @pytest.fixture(scope="session")
+def write_graphs() -> Callable[..., Path]:
+    """:func:`write_tflite` with each graph's fields as a dict."""
+
+    def write(path: Path, *graphs: Mapping[str, Any]) -> Path:
+        return write_tflite(path, *(Graph(**graph) for graph in graphs))
+
+    return write
+
+
+@pytest.fixture(scope="session")
 def make_affine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Write a file with ``scaled = x * weight`` and ``shifted = x + shift``."""
     folder = tmp_path_factory.mktemp("affine")

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import Graph, write_tflite
 from tpu2edge.errors import BundleError, DataError, DeviceError, OptionError
 from tpu2edge.files import sha256_of
 from tpu2edge.quantize import calibrate as module
@@ -122,18 +121,29 @@ def logits_of(path: Path, samples) -> np.ndarray:
     return np.stack(recorded)
 
 
-def test_a_static_file_from_the_ranges_is_close_to_the_float_file(tmp_path, small_tflite):
+def test_a_static_file_is_as_close_to_the_float_file_as_upstream_s_calibration_makes_it(
+    tmp_path, small_tflite
+):
     images = np.random.default_rng(4).standard_normal((40, 1, 2, 6, 6)).astype("float32")
     samples = [{"image": image} for image in images]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from ai_edge_quantizer import quantizer
+        from ai_edge_quantizer import recipe as recipes
+
+        worker = quantizer.Quantizer(str(small_tflite), recipes.static_wi8_ai8())
+        theirs = worker.calibrate({KEY: samples[:32]}, num_threads=1)
     found = calibrate(small_tflite, {KEY: samples[:32]}, estimators=list(ESTIMATORS))
-    wanted = logits_of(small_tflite, samples[32:])
-    for estimator in ESTIMATORS:
-        target = tmp_path / f"{estimator}.tflite"
-        quantize_file(
-            small_tflite, target, recipe("static_wi8_ai8_float_io"), found.ranges(estimator)
-        )
-        reached = sqnr_db(wanted, logits_of(target, samples[32:]))
-        assert reached > (20 if estimator != "moving-average" else 10), (estimator, reached)
+    ranges = {estimator: found.ranges(estimator) for estimator in ESTIMATORS}
+    ranges["upstream"] = {name: (q["min"], q["max"]) for name, q in theirs.items() if q}
+    wanted, reached = logits_of(small_tflite, samples[32:]), {}
+    for name, used in ranges.items():
+        target = tmp_path / f"{name}.tflite"
+        quantize_file(small_tflite, target, recipe("int8-static"), used)
+        reached[name] = sqnr_db(wanted, logits_of(target, samples[32:]))
+    assert reached["minmax"] > reached["upstream"] + 3
+    assert min(reached["percentile"], reached["mse"]) > 15
+    assert reached["moving-average"] > 10
 
 
 # ---- kinds of models ----------------------------------------------------------------------------
@@ -143,7 +153,7 @@ def test_each_signature_has_its_own_samples(two_signatures_tflite):
     found = calibrate(
         two_signatures_tflite, {"encode": vectors([1, 3]), "decode": vectors([-1, 0], [0, 2])}
     )
-    by_range = sorted(of(found, name) for name in found.tensors)
+    by_range = sorted(zip(found.low.tolist(), found.high.tolist(), strict=True))
     # encode: x, 2 x, x + 1; decode: x, 10 x, x + 5
     assert by_range == sorted([(1, 3), (2, 6), (2, 4), (-1, 2), (-10, 20), (4, 7)])
 
@@ -181,39 +191,39 @@ def test_integers_flags_scalars_and_empty_tensors_are_no_activations(typed_tflit
     assert [note.code for note in found.notes] == ["calibration-unmeasured"]
 
 
-def test_all_rounds_of_a_loop_are_counted(tmp_path):
+def test_all_rounds_of_a_loop_are_counted(tmp_path, write_graphs):
     """while i < 3: i, x = i + 1, x * 2"""
     from ai_edge_litert import schema_py_generated as schema
 
     state = {"float32": ("float32", [2]), "int32": ("int32", [])}
     one, two, three = np.int32(1).reshape(()), np.float32([2, 2]), np.int32(3).reshape(())
-    main = Graph(
-        signature=KEY,
-        tensors={"i": state["int32"], "x": state["float32"], "n": state["int32"]}
+    main = {
+        "signature": KEY,
+        "tensors": {"i": state["int32"], "x": state["float32"], "n": state["int32"]}
         | {"y": state["float32"]},
-        constants={},
-        ops=[("WHILE", ("i", "x"), ("n", "y"))],
-        inputs={"i": "i", "x": "x"},
-        outputs={"y": "y"},
-    )
-    condition = Graph(
-        signature="condition",
-        tensors={"ci": state["int32"], "cx": state["float32"], "go": ("bool", [])},
-        constants={"three": three},
-        ops=[("LESS", ("ci", "three"), ("go",))],
-        inputs={"i": "ci", "x": "cx"},
-        outputs={"go": "go"},
-    )
-    body = Graph(
-        signature="body",
-        tensors={"bi": state["int32"], "bx": state["float32"], "bn": state["int32"]}
+        "constants": {},
+        "ops": [("WHILE", ("i", "x"), ("n", "y"))],
+        "inputs": {"i": "i", "x": "x"},
+        "outputs": {"y": "y"},
+    }
+    condition = {
+        "signature": "condition",
+        "tensors": {"ci": state["int32"], "cx": state["float32"], "go": ("bool", [])},
+        "constants": {"three": three},
+        "ops": [("LESS", ("ci", "three"), ("go",))],
+        "inputs": {"i": "ci", "x": "cx"},
+        "outputs": {"go": "go"},
+    }
+    body = {
+        "signature": "body",
+        "tensors": {"bi": state["int32"], "bx": state["float32"], "bn": state["int32"]}
         | {"by": state["float32"]},
-        constants={"one": one, "two": two},
-        ops=[("ADD", ("bi", "one"), ("bn",)), ("MUL", ("bx", "two"), ("by",))],
-        inputs={"i": "bi", "x": "bx"},
-        outputs={"n": "bn", "y": "by"},
-    )
-    path = write_tflite(tmp_path / "loop.tflite", main, condition, body)
+        "constants": {"one": one, "two": two},
+        "ops": [("ADD", ("bi", "one"), ("bn",)), ("MUL", ("bx", "two"), ("by",))],
+        "inputs": {"i": "bi", "x": "bx"},
+        "outputs": {"n": "bn", "y": "by"},
+    }
+    path = write_graphs(tmp_path / "loop.tflite", main, condition, body)
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(path.read_bytes(), 0))
     model.signatureDefs = model.signatureDefs[:1]
     options = model.subgraphs[0].operators[0].builtinOptions
@@ -236,13 +246,13 @@ def test_all_rounds_of_a_loop_are_counted(tmp_path):
 # ---- masks --------------------------------------------------------------------------------------
 
 
-def attention(path: Path, mask: float) -> Path:
+def attention(write_graphs, path: Path, mask: float) -> Path:
     """probabilities = softmax(scores * 2 + (1 - keep) * mask), values = probabilities @ …"""
-    return write_tflite(
+    return write_graphs(
         path,
-        Graph(
-            signature=KEY,
-            tensors={
+        {
+            "signature": KEY,
+            "tensors": {
                 "scores": ("float32", [4, 8]),
                 "keep": ("float32", [1, 8]),
                 "scaled": ("float32", [4, 8]),
@@ -251,21 +261,21 @@ def attention(path: Path, mask: float) -> Path:
                 "logits": ("float32", [4, 8]),
                 "probabilities": ("float32", [4, 8]),
             },
-            constants={
+            "constants": {
                 "two": np.float32([[2]]),
                 "one": np.float32([[1]]),
                 "mask": np.float32([[mask]]),
             },
-            ops=[
+            "ops": [
                 ("MUL", ("scores", "two"), ("scaled",)),
                 ("SUB", ("one", "keep"), ("dropped",)),
                 ("MUL", ("dropped", "mask"), ("bias",)),
                 ("ADD", ("scaled", "bias"), ("logits",)),
                 ("SOFTMAX", ("logits",), ("probabilities",)),
             ],
-            inputs={"scores": "scores", "keep": "keep"},
-            outputs={"probabilities": "probabilities"},
-        ),
+            "inputs": {"scores": "scores", "keep": "keep"},
+            "outputs": {"probabilities": "probabilities"},
+        },
     )
 
 
@@ -281,30 +291,36 @@ def attended(count: int, seed: int) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("mask", [-1e9, -3.4028235e38, -1e4])
-@pytest.mark.parametrize("estimator", list(ESTIMATORS))
-def test_a_mask_does_not_set_the_scale_of_what_is_masked(tmp_path, mask, estimator):
-    path = attention(tmp_path / "a.tflite", mask)
+def test_a_mask_does_not_set_the_scale_of_what_is_masked(tmp_path, write_graphs, mask):
+    path = attention(write_graphs, tmp_path / "a.tflite", mask)
     samples = attended(40, 0)
-    found = calibrate(path, {KEY: samples}, estimators=[estimator])
-    rows = np.concatenate([2 * s["scores"] + 0 * s["keep"] for s in samples])
+    found = calibrate(path, {KEY: samples}, estimators=list(ESTIMATORS))
+    rows = np.concatenate([2 * s["scores"] for s in samples])
     kept = np.concatenate([np.repeat(s["keep"], 4, 0) for s in samples]) == 1
     largest = np.where(kept, rows, -np.inf).max(-1)
     reach = math.log(8 * 2**9)  # 8 masked positions give half a step of an int8 softmax
-    low, high = of(found, "logits", estimator)
-    assert low == pytest.approx((largest - reach)[~kept.all(-1)].min(), abs=1e-4)
-    if estimator == "minmax":
-        assert high == rows[kept].max()
-        # The bias must push the largest value of what it is added to down to that floor.
-        assert of(found, "bias") == pytest.approx((low - rows.max(), 0), abs=1e-4)
-        assert of(found, "mask")[0] == of(found, "bias")[0]
-    assert of(found, "logits", estimator, bits=16)[0] == pytest.approx(low - 8 * math.log(2), 1e-4)
+    floor = (largest - reach)[~kept.all(-1)].min()
+    for estimator in ESTIMATORS:
+        low, high = of(found, "logits", estimator)
+        assert low == pytest.approx(floor, abs=1e-4)
+        assert 0 < high <= rows[kept].max()
+        low_16, _ = of(found, "logits", estimator, bits=16)
+        assert low_16 == pytest.approx(floor - 8 * math.log(2), abs=1e-4)
+    assert of(found, "logits")[1] == rows[kept].max()
+    # The bias must push the largest value of what it is added to down to that floor.
+    assert of(found, "bias") == pytest.approx((floor - rows.max(), 0), abs=1e-4)
+    assert of(found, "mask")[0] == of(found, "bias")[0]
 
 
-@pytest.mark.parametrize(("name", "bits", "at_least_db"), [("ai8", 8, 20), ("ai16", 16, 50)])
-def test_masked_attention_survives_static_quantization(tmp_path, name, bits, at_least_db):
-    path, target = attention(tmp_path / "a.tflite", -1e9), tmp_path / "q.tflite"
+@pytest.mark.parametrize(
+    ("name", "bits", "at_least_db"), [("int8-static", 8, 20), ("int16-static", 16, 50)]
+)
+def test_masked_attention_survives_static_quantization(
+    tmp_path, write_graphs, name, bits, at_least_db
+):
+    path, target = attention(write_graphs, tmp_path / "a.tflite", -1e9), tmp_path / "q.tflite"
     found = calibrate(path, {KEY: attended(40, 1)})
-    quantize_file(path, target, recipe(f"static_wi8_{name}_float_io"), found.ranges(bits=bits))
+    quantize_file(path, target, recipe(name), found.ranges(bits=bits))
     held_out = attended(10, 2)
     values = []
     for file in (path, target):
@@ -320,23 +336,23 @@ def test_a_large_negative_value_that_no_softmax_hides_keeps_its_range(make_affin
     assert of(found, "scaled") == (-1e9, 1)
 
 
-def test_minus_infinity_is_taken_in_masks_only(tmp_path):
-    path = write_tflite(
+def test_minus_infinity_is_taken_in_masks_only(tmp_path, write_graphs):
+    path = write_graphs(
         tmp_path / "m.tflite",
-        Graph(
-            signature=KEY,
-            tensors={
+        {
+            "signature": KEY,
+            "tensors": {
                 name: ("float32", [2, 4]) for name in ("x", "mask", "logits", "y", "unmasked")
             },
-            constants={"one": np.float32([[1]])},
-            ops=[
+            "constants": {"one": np.float32([[1]])},
+            "ops": [
                 ("ADD", ("x", "mask"), ("logits",)),
                 ("SOFTMAX", ("logits",), ("y",)),
                 ("ADD", ("x", "one"), ("unmasked",)),
             ],
-            inputs={"x": "x", "mask": "mask"},
-            outputs={"y": "y", "unmasked": "unmasked"},
-        ),
+            "inputs": {"x": "x", "mask": "mask"},
+            "outputs": {"y": "y", "unmasked": "unmasked"},
+        },
     )
     x = np.float32([[1, 2, 3, 4], [0, 0, 0, 0]])
     mask = np.float32([[0, 0, -np.inf, -np.inf], [0, 0, 0, -np.inf]])
@@ -389,11 +405,11 @@ def test_samples_are_read_one_at_a_time(make_affine):
             alive = value
             yield {"x": np.full(4, value, np.float32)}
 
-    found = calibrate(path, {KEY: samples()}, progress=lambda _, done, total: check(done))
-
-    def check(done):
+    def check(_, done, total):
+        assert total is None
         assert alive == done - 1
 
+    found = calibrate(path, {KEY: samples()}, progress=check)
     assert of(found, "x") == (0, 199)
 
 
