@@ -29,14 +29,12 @@ from tpu2edge.children import ending
 from tpu2edge.errors import BundleError, DataError, DeviceError, OptionError, Place
 from tpu2edge.files import sha256_of, sha256_of_arrays, write_atomically
 from tpu2edge.flatbuffer import SignatureEntry, Subgraph, TfliteFile, read_tflite, signatures_of
+from tpu2edge.quantize.apply import Ranges
 from tpu2edge.quantize.estimators import ESTIMATORS, Histogram, mse_range, percentile_range
 from tpu2edge.quantize.saturation import SAME_ELEMENTS, Known, floors_of
 from tpu2edge.types import Array, Dim, Note, Progress, Signature, Tensors, no_progress
 
-__all__ = ["Calibration", "Ranges", "calibrate", "check_samples"]
-
-#: Tensor name -> (least, largest), float32 of shape (1,) * rank, as ai-edge-quantizer takes them.
-Ranges = Mapping[str, tuple[Array, Array]]
+__all__ = ["Calibration", "calibrate", "check_samples"]
 
 #: 1 (2026-12): least, largest, their means over samples, floors, histograms.
 FORMAT_VERSION = 1
@@ -79,6 +77,8 @@ class Calibration:
 
     def ranges(self, estimator: str = "minmax", *, bits: int = 8) -> Ranges:
         """The range of each tensor by ``estimator``, for activations of ``bits`` bits.
+
+        Arrays have the shape (1,) * rank, as ai-edge-quantizer takes them.
 
         Raises:
             OptionError: there is no such estimator, or it was not collected.
@@ -164,7 +164,7 @@ class Calibration:
             DataError: they are statistics of another file than ``source``.
         """
         try:
-            with np.load(path, allow_pickle=False) as data:
+            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as data:
                 meta = json.loads(bytes(data["meta"]))
                 version = meta["format_version"]
                 if version != FORMAT_VERSION:
@@ -452,7 +452,7 @@ class _Plan:
         self.entries: dict[str, SignatureEntry] = {entry.name: entry for entry in file.signatures}
         self.masks: dict[str, frozenset[str]] = {}
         for entry in file.signatures:
-            self._add(entry.subgraph)
+            self._add(entry.subgraph, called=False)
             masked = set(self.graphs[entry.subgraph]["masked"])
             self.masks[entry.name] = frozenset(
                 name for name, index in entry.inputs.items() if index in masked
@@ -481,15 +481,18 @@ class _Plan:
             },
         }
 
-    def _add(self, number: int) -> None:
+    def _add(self, number: int, *, called: bool) -> None:
         if number in self.graphs:
             return
         graph = self.file.subgraphs[number]
+        used = {index for op in graph.operators for index in op.inputs} | set(graph.outputs)
         planned: dict[str, Any] = {
-            "inputs": list(graph.inputs),
+            # One that nothing uses has no memory.
+            "inputs": [(i, index) for i, index in enumerate(graph.inputs) if index in used],
             "outputs": list(graph.outputs),
             "reads": [],
             "rows": [],
+            "unused": [],
             "derived": [],
             "softmaxes": [],
             "binaries": [],
@@ -497,8 +500,12 @@ class _Plan:
         }
         self.graphs[number] = planned
         planned["masked"] = sorted(_on_the_way_to_softmax(graph))
-        for index in dict.fromkeys(graph.inputs):
-            self._read(planned, graph, index)
+        for position, index in enumerate(graph.inputs):
+            if index in used or not called:
+                self._read(planned, graph, index)
+            elif graph.tensors[index].dtype == "float32":
+                row = self.rows[number, index] = len(self.rows)
+                planned["unused"].append((position, row))
         for op in graph.operators:
             cut = op.activation in ("RELU", "RELU6") or op.name in _CUT_AT_ZERO
             source = self.rows.get((number, op.inputs[0])) if op.inputs else None
@@ -513,8 +520,8 @@ class _Plan:
                         self.same[row] = self.same.get(source, source)
             self._special(planned, graph, op.name, op.inputs)
             if op.name in _CALLS and op.subgraphs:
-                for called in op.subgraphs:
-                    self._add(called)
+                for other in op.subgraphs:
+                    self._add(other, called=True)
                 planned["calls"].append(
                     {"kind": op.name, "subgraphs": op.subgraphs, "inputs": list(op.inputs)}
                 )

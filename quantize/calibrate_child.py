@@ -12,6 +12,7 @@ LiteRT keeps only their last values, or none where a delegate computed the whole
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -19,11 +20,7 @@ import time
 import warnings
 from typing import Any
 
-_out = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)  # native code prints to stdout
-_in = os.fdopen(os.dup(0), "rb", buffering=1 << 20)
-
-import numpy as np  # noqa: E402
+import numpy as np
 
 # Beyond it, a value stands for "minus infinity" (masks); ai-edge-quantizer leaves the same out.
 HUGE = 3e38
@@ -33,10 +30,6 @@ MASKED = -1e3
 
 # Outputs of the run whose tensors are kept may differ by rounding from those of the plain run.
 SAME = 1e-4
-
-
-def _send(**message: Any) -> None:
-    _out.write(json.dumps(message) + "\n")
 
 
 class Counts:
@@ -58,10 +51,12 @@ class Counts:
         self.begin()
 
     def begin(self) -> None:
+        """A sample starts."""
         self.sample_low.fill(np.inf)
         self.sample_high.fill(-np.inf)
 
     def end(self) -> None:
+        """A sample's own least and largest values go into those of all."""
         seen = self.sample_low <= self.sample_high
         np.minimum(self.low, self.sample_low, out=self.low)
         np.maximum(self.high, self.sample_high, out=self.high)
@@ -86,6 +81,7 @@ class Bins:
         self.counts = np.zeros(limit, np.int64)
 
     def add(self, values: Any, low: float, high: float) -> None:
+        """Count ``values``, a flat array of float32 that lies within [low, high]."""
         self._widen(min(self.low, low), max(self.high, high))
         if self.exponent >= -126:
             q = values * np.float32(2.0**-self.exponent)  # exact, and vectorized
@@ -139,10 +135,11 @@ class Runner:
                 experimental_preserve_all_tensors=True,
             )
         # The wrapped object's calls take a subgraph, and give views of the tensors.
-        self.raw = self.interpreter._interpreter
+        self.raw: Any = self.interpreter._interpreter
         self.shapes: dict[int, Any] = {}
 
     def run(self, graph: int, inputs: list[tuple[int, Any]]) -> None:
+        """Run one subgraph."""
         run_graph(self.raw, self.shapes, graph, inputs)
 
     def measure(self, signature: dict[str, Any], inputs: list[tuple[int, Any]]) -> None:
@@ -183,6 +180,7 @@ class Runner:
             low[rows] = np.minimum(low[rows], found_low)
             high[rows] = np.maximum(high[rows], found_high)
         for kind, target, source in graph["derived"]:
+            counts.infinite[target] |= counts.infinite[source]
             a, b = low[source], high[source]
             if a > b:
                 continue
@@ -191,9 +189,9 @@ class Runner:
             elif kind == "relu":
                 a, b = max(a, np.float32(0)), max(b, np.float32(0))
             low[target], high[target] = min(low[target], a), max(high[target], b)
-            counts.infinite[target] |= counts.infinite[source]
         for index, place, row in graph["softmaxes"]:
-            self._softmax(tensor(raw, index, number), place, float(low[row]), float(high[row]))
+            least_seen = -math.inf if counts.infinite[row] else float(low[row])
+            self._softmax(tensor(raw, index, number), place, least_seen, float(high[row]))
         for index, place in graph["binaries"]:
             if counts.binary[place]:
                 view = tensor(raw, index, number)
@@ -223,7 +221,7 @@ class Runner:
         width = view.shape[-1] if view.ndim else 1
         reaches = [math.log(width * 2.0 ** (bits + 1)) for bits in (8, 16)]
         floors = self.counts.floors[place]
-        if low > -HUGE and high - low <= reaches[0] and not view.size == 0:
+        if high - low <= reaches[0] and view.size:
             np.minimum(floors, low, out=floors)
             return
         rows = view.reshape(-1, width)
@@ -270,9 +268,14 @@ class Runner:
 
     def _nested(self, number: int, values: list[Any]) -> list[Any]:
         graph = self.plan["graphs"][str(number)]
-        self.run(number, list(zip(graph["inputs"], values, strict=True)))
+        self.run(number, [(index, values[position]) for position, index in graph["inputs"]])
         # Before what it calls itself is run: that could write to the same memory.
         results = [self.raw.GetTensor(index, number) for index in graph["outputs"]]
+        low, high = self.counts.sample_low, self.counts.sample_high
+        for position, row in graph["unused"]:
+            if values[position].size:
+                low[row] = min(low[row], values[position].min())
+                high[row] = max(high[row], values[position].max())
         self._read(number)
         return results
 
@@ -327,6 +330,7 @@ class Session:
         self.checked: set[str] = set()
 
     def sample(self, name: str, inputs: list[tuple[int, Any]]) -> None:
+        """Count one sample of the signature ``name``."""
         signature = self.plan["signatures"][name]
         if name not in self.checked:
             self._check(signature, inputs)
@@ -357,6 +361,7 @@ class Session:
         )
 
     def save(self, seconds: float) -> None:
+        """Write the counts where the plan says."""
         counts = self.counts
         arrays = {
             name: getattr(counts, name)
@@ -382,35 +387,42 @@ class Session:
 
 def main() -> None:
     """Count what the parent sends until it says that this was all."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # native code prints to stdout
+    source = io.BufferedReader(io.FileIO(os.dup(0)), 1 << 20)
+
+    def send(**message: Any) -> None:
+        out.write(json.dumps(message) + "\n")
+
     warnings.simplefilter("ignore", RuntimeWarning)  # NaN and infinity are looked for, not avoided
     session = None
     seconds = 0.0
-    while line := _in.readline():
+    while line := source.readline():
         begun = time.perf_counter()
         message = json.loads(line)
         try:
             if "plan" in message:
                 session = Session(message["plan"])
-                _send(ok=True)
+                send(ok=True)
                 continue
             assert session is not None
             if "end" in message:
                 session.save(seconds)
-                _send(ok=True)
+                send(ok=True)
                 return
             inputs = []
             for index, dtype, shape in message["tensors"]:
                 array = np.empty(shape, dtype)
-                if array.size and _in.readinto(array.data.cast("B")) < array.nbytes:
+                if array.size and source.readinto(array.data.cast("B")) < array.nbytes:
                     return  # the parent is gone
                 inputs.append((index, array))
             first = message["signature"] not in session.checked
             session.sample(message["signature"], inputs)
             if not first:  # the first is run three times and prepares memory
                 seconds += time.perf_counter() - begun
-            _send(ok=True)
+            send(ok=True)
         except Exception as error:  # noqa: BLE001 - told to the parent in full
-            _send(ok=False, type=type(error).__name__, error=str(error))
+            send(ok=False, type=type(error).__name__, error=str(error))
             return
 
 

@@ -6,6 +6,7 @@ hold zero by specification, so each estimator looks at the range widened to zero
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,9 +44,8 @@ class Histogram:
     @property
     def edges(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """One edge more than there are bins."""
-        return np.ldexp(
-            np.arange(self.base, self.base + len(self.counts) + 1, dtype=np.float64), self.exponent
-        )
+        places = np.arange(self.base, self.base + len(self.counts) + 1, dtype=np.float64)
+        return places * math.ldexp(1.0, self.exponent)
 
 
 def percentile_range(
@@ -100,4 +100,5 @@ def _clipped(
     sums = [np.concatenate([[0.0], np.cumsum(n * x**power)]) for power in range(3)]
     upto = np.searchsorted(x, bounds)
     s0, s1, s2 = (total[upto] for total in sums)
-    return np.maximum(s2 - 2 * bounds * s1 + bounds**2 * s0, 0.0)
+    found: np.ndarray[tuple[int], np.dtype[np.float64]] = s2 - 2 * bounds * s1 + bounds**2 * s0
+    return found.clip(min=0.0)

@@ -81,6 +81,8 @@ def write_tflite(path: Path, *graphs: Graph) -> Path:
             if hasattr(schema, options + "T"):
                 op.builtinOptions = getattr(schema, options + "T")()
                 op.builtinOptionsType = getattr(schema.BuiltinOptions, options)
+            if kind == "SOFTMAX":
+                op.builtinOptions.beta = 1.0
             sub.operators.append(op)
         sub.inputs = [index[name] for name in graph.inputs.values()]
         sub.outputs = [index[name] for name in dict.fromkeys(graph.outputs.values())]
@@ -126,6 +128,16 @@ def affine_graph(
 def small_tflite() -> Path:
     """The file of make_tflite.py: image float32[1,2,6,6] -> logits [1,3] and features [1,16]."""
     return DATA / "small.float32.tflite"
+
+
+@pytest.fixture(scope="session")
+def write_graphs() -> Callable[..., Path]:
+    """:func:`write_tflite` with each graph's fields as a dict."""
+
+    def write(path: Path, *graphs: Mapping[str, Any]) -> Path:
+        return write_tflite(path, *(Graph(**graph) for graph in graphs))
+
+    return write
 
 
 @pytest.fixture(scope="session")
