@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import struct
@@ -24,7 +25,16 @@ from typing import IO, Any, NamedTuple, Self
 import numpy as np
 
 from tpu2edge.children import ending
-from tpu2edge.errors import DataError, DeviceError, Place
+from tpu2edge.errors import (
+    DataError,
+    DeviceCrashError,
+    DeviceError,
+    DeviceMemoryError,
+    DeviceTimeoutError,
+    Place,
+    UnsupportedError,
+    UnwrittenError,
+)
 from tpu2edge.runtime_check.devices.host import host_command
 from tpu2edge.runtime_check.devices.runners import Launch
 from tpu2edge.types import Array, Dim, Signature, Tensors, TensorSpec
@@ -40,6 +50,18 @@ _HEADER_BYTES = 64 << 20
 
 # How long a worker that has closed its pipes may take to end.
 _DYING_S = 5.0
+
+# What LiteRT, C++ and NumPy print or say when memory is short, and when an operator is unknown.
+_NO_MEMORY = re.compile(
+    r"bad_alloc|out of memory|cannot allocate|unable to allocate|failed to allocate"
+    r"|MemoryError|MemoryAllocationFailure|mmap.*failed",
+    re.IGNORECASE,
+)
+_NO_KERNEL = re.compile(
+    r"didn't find op for builtin|unresolved custom op|op builtin_code out of range"
+    r"|^Unsupported|unsupported dtype|unsupported type",
+    re.IGNORECASE,
+)
 
 # A request that has not been answered by then has hung: a corrupted file can do that.
 DEFAULT_TIMEOUT_S = 600.0
@@ -134,6 +156,7 @@ class Session:
                 header["kernels"] = kernels
             answer, _ = self._request(header, {}, "load")
             self.times["load_ms"] = float(answer["load_ms"])
+            self.delegated: bool | None = answer.get("delegated")
             self.signatures = tuple(_signature(item) for item in answer["signatures"])
         except BaseException:
             self.close()
@@ -175,7 +198,7 @@ class Session:
 
         Raises:
             DataError: a sample does not fit the signature.
-            DeviceError: the process dies, hangs, or LiteRT fails.
+            DeviceError: the process dies, hangs, LiteRT fails, or an output is not written.
         """
         weight = _Weight()
         wanted = next((s for s in self.signatures if s.name == signature), None)
@@ -190,9 +213,12 @@ class Session:
             stacked = {name: np.stack(column) for name, column in columns.items()}
             header = {"op": "run", "signature": signature, "count": count}
             answer, outputs = self._request(header, stacked, "run")
+            self._check_written(answer, outputs)
             times = answer["times"]
             self.times.setdefault("first_ms", times["first_ms"])
-            self.times["total_ms"] = self.times.get("total_ms", 0.0) + times["total_ms"]
+            for name in ("total_ms", "invoke_ms"):
+                if name in times:
+                    self.times[name] = self.times.get(name, 0.0) + times[name]
             self.times["samples"] = self.times.get("samples", 0.0) + count
             self.peak_rss_kb = max(self.peak_rss_kb, int(answer["peak_rss_kb"]))
             weight.output = sum(array.nbytes for array in outputs.values()) // count
@@ -270,7 +296,7 @@ class Session:
         if not (ready[0] or ready[1]):
             self._process.kill()
             self._process.wait()
-            raise DeviceError(
+            raise DeviceTimeoutError(
                 f"device '{self.device}' gave no answer in {self._timeout_s:.0f} s while it was to "
                 f"{step} {self.model.name}{self._tail()}",
                 do="the file may be damaged; or give it more time",
@@ -285,16 +311,42 @@ class Session:
         except subprocess.TimeoutExpired:  # it closed its pipes and lives on
             self._process.kill()
             code = self._process.wait()
-        how = ending(code)
+        how, tail = ending(code), self._tail()
+        what = f"the process of device '{self.device}' died by {how}"
+        where = f"while it was to {step} {self.model.name}{tail}"
+        if self.launch.memory_mb is not None and (
+            _NO_MEMORY.search(tail) or -code == signal.SIGKILL
+        ):
+            return self._out_of_memory(f"{what} {where}", step)
         if -code == signal.SIGKILL:
-            how += " (the system may be out of memory)"
-        return DeviceError(
-            f"the process of device '{self.device}' died by {how} while it was to {step} "
-            f"{self.model.name}{self._tail()}",
+            what += " (the system may be out of memory)"
+        return DeviceCrashError(
+            f"{what} {where}",
             do="the file is damaged, or LiteRT has a fault with it: `tpu2edge inspect` reads it "
             "without running it",
             step=step,
         )
+
+    def _out_of_memory(self, what: str, step: str) -> DeviceError:
+        limit = self.launch.memory_mb
+        has = "" if limit is None else f": device '{self.device}' has {limit} MB"
+        return DeviceMemoryError(
+            f"out of memory{has}; {what}",
+            do="a smaller recipe or shape, or a profile with more memory_mb",
+            step=step,
+        )
+
+    def _check_written(self, answer: Mapping[str, Any], outputs: Mapping[str, Array]) -> None:
+        for name, count in answer.get("unwritten", {}).items():
+            size = outputs[name][0].size
+            raise UnwrittenError(
+                f"device '{self.device}' says that it ran {self.model.name}, but left "
+                f"{count} of {size} elements of output '{name}' as they were before",
+                do="the delegate has a fault with this graph; another device, or kernels = "
+                "'builtin', tells whether the file itself is right",
+                place=Place(tensor=name),
+                step="run",
+            )
 
     def _garbled(self, step: str) -> DeviceError:
         self._process.kill()
@@ -305,10 +357,19 @@ class Session:
         )
 
     def _refused(self, header: dict[str, Any], step: str) -> DeviceError:
-        text = f"{header['error']}".strip()
+        text, tail = f"{header['type']}: {header['error']}".strip(), self._tail()
+        what = f"LiteRT on device '{self.device}' cannot {step} {self.model.name}: {text}{tail}"
+        if _NO_MEMORY.search(text + tail):
+            return self._out_of_memory(what, step)
+        if _NO_KERNEL.search(text) or _NO_KERNEL.search(tail):
+            return UnsupportedError(
+                what,
+                do="this device's LiteRT has no kernel for it: `tpu2edge inspect` lists the "
+                "operators",
+                step=step,
+            )
         return DeviceError(
-            f"LiteRT on device '{self.device}' cannot {step} {self.model.name}: "
-            f"{header['type']}: {text}{self._tail()}",
+            what,
             do="see the log; an operator may have no kernel in this LiteRT version",
             step=step,
         )
