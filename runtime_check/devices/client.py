@@ -45,6 +45,9 @@ __all__ = ["Session", "Tap", "host_command"]
 _CHUNK_BYTES = 32 << 20
 _CHUNK_SAMPLES = 1024
 
+# ... and as many as take this share of the time that one request has.
+_SHARE_OF_TIMEOUT = 0.25
+
 # An answer's header names tensors; anything longer comes from something that is no worker.
 _HEADER_BYTES = 64 << 20
 
@@ -222,6 +225,9 @@ class Session:
             self.times["samples"] = self.times.get("samples", 0.0) + count
             self.peak_rss_kb = max(self.peak_rss_kb, int(answer["peak_rss_kb"]))
             weight.output = sum(array.nbytes for array in outputs.values()) // count
+            # A slow device must not hang by being given too much at once.
+            each_s = max(times["total_ms"] / count, 1e-3) / 1e3
+            weight.most = max(1, int(_SHARE_OF_TIMEOUT * self._timeout_s / each_s))
             for position in range(count):
                 yield {name: array[position] for name, array in outputs.items()}
 
@@ -423,9 +429,12 @@ def _signature(data: Mapping[str, Any]) -> Signature:
 
 @dataclass(slots=True)
 class _Weight:
-    """Bytes that one sample's outputs take, known after the first answer."""
+    """What one sample takes, known after the first answer: its outputs' bytes, and the most of its
+    kind that one request may carry for the time they take.
+    """
 
     output: int | None = None
+    most: int = _CHUNK_SAMPLES
 
 
 def _chunks(
@@ -447,7 +456,7 @@ def _chunks(
         if not count:
             kind, columns = this, {name: [] for name in sample}
             one = sum(array.nbytes for array in arrays) + (weight.output or 0)
-            fits = max(1, min(_CHUNK_SAMPLES, _CHUNK_BYTES // max(one, 1)))
+            fits = max(1, min(_CHUNK_SAMPLES, weight.most, _CHUNK_BYTES // max(one, 1)))
             most = 1 if weight.output is None else fits
         # By name: a dictionary of the same names may have them in another order.
         for name, array in zip(sample, arrays, strict=True):
