@@ -38,11 +38,20 @@ from tpu2edge.runtime_check.devices.profiles import Profile
 from tpu2edge.runtime_check.devices.runners import Launch, State, StateKind
 from tpu2edge.types import Progress
 
-__all__ = ["emulator", "install", "install_emulator", "launch", "pack_bytes", "pack_paths", "state"]
+__all__ = [
+    "PROBE",
+    "emulator",
+    "install",
+    "install_emulator",
+    "launch",
+    "pack_bytes",
+    "pack_paths",
+    "state",
+]
 
 _NATIVE = Path(__file__).with_name("native")
 _WORKER = _NATIVE / "t2e_worker.arm64"
-_PROBE = _NATIVE / "probe.tflite"  # y = x + x on four floats
+PROBE = _NATIVE / "probe.tflite"  # y = x + x on four floats
 
 LITERT, LIBRARIES, EMULATOR = "arm64-litert", "arm64-libraries", "qemu-aarch64"
 
@@ -385,7 +394,7 @@ def _try(profile: Profile) -> None:
     x = np.array([1.5, -2.0, 0.25, 3.0], np.float32)
     bare = Profile(name=profile.name, description="", runner="qemu", core=profile.core)
     try:
-        with Session(_PROBE, launch=launch(bare), timeout_s=120) as session:
+        with Session(PROBE, launch=launch(bare), timeout_s=120) as session:
             (outputs,) = session.run("serving_default", [{"x": x}])
     except DeviceError as err:
         raise DeviceError(

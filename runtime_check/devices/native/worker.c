@@ -6,7 +6,7 @@
 // JSON header, raw tensors. LIBLITERT is opened at run time, so that this program needs a C library
 // only, and its types are declared here: they are LiteRT's C headers (litert/c), API 2.x.
 //
-// Built for arm64 by build_arm64.sh; the result lies beside this file.
+// Built for arm64 by build.sh; the result lies beside this file.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
