@@ -17,7 +17,7 @@ from tpu2edge.runtime_check.devices import qemu
 from tpu2edge.runtime_check.devices.host import host_command, litert_version, load_options
 from tpu2edge.runtime_check.devices.install import needs_linux_x86, part_named
 from tpu2edge.runtime_check.devices.profiles import Profile
-from tpu2edge.runtime_check.devices.runners import Launch, State, StateKind
+from tpu2edge.runtime_check.devices.runners import Launch, State, StateKind, missing
 from tpu2edge.types import Progress
 
 __all__ = ["can_fault_on_cpuid", "install", "launch", "state"]
@@ -70,11 +70,7 @@ def state(profile: Profile) -> State:
         )
     slow = "this machine cannot fault on CPUID: QEMU stands in, up to 3,000 times slower"
     if part_named(_EMULATOR) is None:
-        return State(
-            kind=StateKind.MISSING,
-            text=f"QEMU to fetch: tpu2edge devices install {profile.name}",
-            slow=slow,
-        )
+        return missing(profile, "QEMU to fetch", slow=slow)
     version = qemu.emulator(_EMULATOR)["version"]
     return State(
         kind=StateKind.READY,

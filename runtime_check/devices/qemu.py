@@ -35,7 +35,7 @@ from tpu2edge.runtime_check.devices.install import (
     unpack,
 )
 from tpu2edge.runtime_check.devices.profiles import Profile
-from tpu2edge.runtime_check.devices.runners import Launch, State, StateKind
+from tpu2edge.runtime_check.devices.runners import Launch, State, StateKind, missing
 from tpu2edge.types import Progress
 
 __all__ = [
@@ -78,34 +78,25 @@ def state(profile: Profile) -> State:
     if why := needs_linux_x86():
         return State(kind=StateKind.IMPOSSIBLE, text=why)
     parts = [part_named(name) for name in (LITERT, LIBRARIES, EMULATOR)]
-    missing = [
+    absent = [
         words
         for words, part in zip(
             ("LiteRT for arm64", "the arm64 C library", "QEMU"), parts, strict=True
         )
         if part is None
     ]
-    if missing:
-        return State(
-            kind=StateKind.MISSING,
-            text=f"{', '.join(missing)} to fetch: tpu2edge devices install {profile.name}",
-        )
+    if absent:
+        return missing(profile, f"{', '.join(absent)} to fetch")
     qemu = emulator(EMULATOR)
     if not Path(qemu["path"]).exists():
-        return State(
-            kind=StateKind.MISSING,
-            text=f"{qemu['path']} is gone: tpu2edge devices install {profile.name}",
-        )
+        return missing(profile, f"{qemu['path']} is gone")
     if _cpu(profile.core, qemu) is None:
         return State(
             kind=StateKind.IMPOSSIBLE,
             text=f"QEMU {qemu['version']} knows no core like {profile.core}; 7.2 and later do",
         )
     if not _was_tried(profile.core):
-        return State(
-            kind=StateKind.MISSING,
-            text=f"{profile.core} was not tried yet: tpu2edge devices install {profile.name}",
-        )
+        return missing(profile, f"{profile.core} was not tried yet")
     return State(
         kind=StateKind.READY,
         text=f"{profile.core} by QEMU {qemu['version']}, LiteRT {litert_version()} for arm64",
@@ -237,10 +228,10 @@ def install_emulator(name: str) -> None:
 def _by_apt(name: str, folder: Path, unpacked: Path, record: dict[str, Any]) -> None:
     versions = apt_packages(["qemu-user"], unpacked)
     shutil.copy(unpacked / "usr" / "bin" / name, folder / name)
-    if missing := _missing_libraries(folder / name):
+    if absent := _missing_libraries(folder / name):
         versions |= apt_packages(apt_dependencies("qemu-user"), unpacked)
         (folder / "lib").mkdir()
-        for library in missing:
+        for library in absent:
             found = sorted(unpacked.rglob(library))
             if not found:
                 raise DeviceError(f"QEMU needs {library}, which apt did not bring", step="install")
