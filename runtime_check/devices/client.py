@@ -39,7 +39,7 @@ from tpu2edge.runtime_check.devices.host import host_command
 from tpu2edge.runtime_check.devices.runners import Launch
 from tpu2edge.types import Array, Dim, Signature, Tensors, TensorSpec
 
-__all__ = ["Session", "Tap", "host_command"]
+__all__ = ["Coverage", "Session", "Tap", "host_command"]
 
 # One request carries as many samples as fit into this, so that memory stays bounded.
 _CHUNK_BYTES = 32 << 20
@@ -76,6 +76,14 @@ class Tap(NamedTuple):
     name: str
     tensor: int
     signature: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coverage:
+    """How much of a graph the delegate (XNNPACK) runs."""
+
+    ops: int
+    left: tuple[tuple[str, str], ...]  # (operator, its first output tensor) that it does not run
 
 
 class Session:
@@ -230,6 +238,16 @@ class Session:
             weight.most = max(1, int(_SHARE_OF_TIMEOUT * self._timeout_s / each_s))
             for position in range(count):
                 yield {name: array[position] for name, array in outputs.items()}
+
+    def coverage(self) -> Coverage:
+        """Which operators of the first graph the delegate took over; this machine's Interpreter only.
+
+        Raises:
+            DeviceError: the device's worker does not tell.
+        """
+        answer, _ = self._request({"op": "coverage"}, {}, "look into")
+        left = tuple((item["op"], item["tensor"]) for item in answer["left"])
+        return Coverage(ops=int(answer["ops"]), left=left)
 
     # ------------------------------------------------------------------------------- the pipe
 

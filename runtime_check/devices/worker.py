@@ -165,6 +165,35 @@ class _Model:
                 first = time.perf_counter() - begin
         return results, {"first_ms": first * 1e3, "total_ms": (time.perf_counter() - begin) * 1e3}
 
+    def coverage(self) -> dict[str, Any]:
+        """How many operators the first graph has, and those that no delegate took over.
+
+        LiteRT lists a delegate behind the operators that it replaced, with its outer tensors: what
+        lies between its outputs and its inputs is what it replaced.
+        """
+        details = self.interpreter._get_ops_details()
+        plain = [op for op in details if op["op_name"] != "DELEGATE"]
+        makers = {int(out): op for op in plain for out in op["outputs"]}
+        taken: set[int] = set()
+        for delegate in details[len(plain) :]:
+            outer = {int(tensor) for tensor in delegate["inputs"]}
+            ahead = [int(tensor) for tensor in delegate["outputs"]]
+            while ahead:
+                op = makers.get(ahead.pop())
+                if op is not None and op["index"] not in taken:
+                    taken.add(op["index"])
+                    ahead += [int(t) for t in op["inputs"] if int(t) not in outer]
+        left = [op for op in plain if op["index"] not in taken]
+        names = {d["index"]: d["name"] for d in self.interpreter.get_tensor_details()}
+        return {
+            "ops": len(plain),
+            "left": [
+                {"op": op["op_name"], "tensor": names.get(int(op["outputs"][0]), "")}
+                for op in left
+                if len(op["outputs"])
+            ],
+        }
+
 
 class _Compiled:
     """The same through LiteRT's CompiledModel, the runtime that new apps use."""
@@ -401,6 +430,10 @@ def main() -> None:
                         "signatures": _describe(model.details),
                     }
                 )
+            elif header["op"] == "coverage":
+                if not isinstance(model, _Model):
+                    raise ValueError("only an Interpreter tells which operators are delegated")
+                _send({"ok": True, **model.coverage()})
             elif header["op"] == "run":
                 if model is None:
                     raise ValueError("run before load")
