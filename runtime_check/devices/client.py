@@ -54,12 +54,20 @@ _HEADER_BYTES = 64 << 20
 # How long a worker that has closed its pipes may take to end.
 _DYING_S = 5.0
 
+# Lines of stderr that say nothing about a failure: every start of LiteRT prints them.
+_CHATTER = re.compile(
+    r"\s*(INFO|VERBOSE|DEBUG):|WARNING: \[(npu_registry|gpu_registry|compiler_plugin)"
+    r"|\s*(└|\|)? ?Could not load shared library|\s*└\s*$"
+)
+
 # What LiteRT, C++ and NumPy print or say when memory is short, and when an operator is unknown.
 _NO_MEMORY = re.compile(
-    r"bad_alloc|out of memory|cannot allocate|unable to allocate|failed to allocate"
+    r"bad_alloc|out of memory|cannot allocate|unable to allocate|failed to allocate(?! tensors)"
     r"|MemoryError|MemoryAllocationFailure|mmap.*failed",
     re.IGNORECASE,
 )
+# A reason of its own: any word that is no general statement of LiteRT's that something failed.
+_REASON = re.compile(r"^(?!\s*$|.*Failed to allocate tensors|\w+\(.*\): status 3$).+", re.MULTILINE)
 _NO_KERNEL = re.compile(
     r"didn't find op for builtin|unresolved custom op|op builtin_code out of range"
     r"|^Unsupported|unsupported dtype|unsupported type",
@@ -385,6 +393,12 @@ class Session:
         what = f"LiteRT on device '{self.device}' cannot {step} {self.model.name}: {text}{tail}"
         if _NO_MEMORY.search(text + tail):
             return self._out_of_memory(what, step)
+        if self.launch.memory_mb is not None and (
+            not _REASON.search(tail) and not _REASON.search(str(header["error"]))
+        ):
+            return self._out_of_memory(
+                f"LiteRT gives no reason, this is the likely one; {what}", step
+            )
         if _NO_KERNEL.search(text) or _NO_KERNEL.search(tail):
             return UnsupportedError(
                 what,
@@ -401,7 +415,7 @@ class Session:
     def _tail(self) -> str:
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").splitlines()
-        kept = [line.strip() for line in lines if line.strip() and not line.startswith("INFO:")]
+        kept = [line.strip() for line in lines if line.strip() and not _CHATTER.match(line)]
         return "".join(f"\n    {line}" for line in kept[-5:])
 
 

@@ -468,7 +468,7 @@ static bool load(Json *request) {
   if (size < 8 || memcmp((char *)data + 4, "TFL3", 4))
     return fault("InvalidFlatbuffer", "'%s' is no .tflite file", path);
 
-  Handle options, cpu;
+  Handle options, cpu, runtime;
   Text toml = {0};
   put(&toml, "kernel_mode = \"%s\"\nnum_threads = %d\n", mode, (int)get_number(request, "threads", 1));
   Json *flags = get(request, "xnnpack_flags");
@@ -481,6 +481,9 @@ static bool load(Json *request) {
   // "xnnpack" is LrtGetCpuOptionsIdentifier() of litert/c/options/litert_cpu_options.cc.
   TRY(CreateOpaqueOptions("xnnpack", toml.text, free, &cpu));
   TRY(AddOpaqueOptions(options, cpu));
+  // The kernels' own words on a failure go to stderr; by default they go nowhere.
+  TRY(CreateOpaqueOptions("runtime_options_string", strdup("error_reporter_mode = 1\n"), free, &runtime));
+  TRY(AddOpaqueOptions(options, runtime));
   TRY(CreateCompiledModel(environment, model, options, &compiled));
   return true;
 }
