@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import select
 import signal
 import struct
@@ -25,22 +26,54 @@ from typing import IO, Any, NamedTuple, Self
 import numpy as np
 
 from tpu2edge.children import ending
-from tpu2edge.errors import DataError, DeviceError, Place
+from tpu2edge.errors import (
+    DataError,
+    DeviceCrashError,
+    DeviceError,
+    DeviceMemoryError,
+    DeviceTimeoutError,
+    Place,
+    UnsupportedError,
+    UnwrittenError,
+)
 from tpu2edge.runtime_check.devices.host import host_command
 from tpu2edge.runtime_check.devices.runners import Launch
 from tpu2edge.types import Array, Dim, Signature, Tensors, TensorSpec
 
-__all__ = ["Session", "Tap", "host_command"]
+__all__ = ["Coverage", "Session", "Tap", "host_command"]
 
 # One request carries as many samples as fit into this, so that memory stays bounded.
 _CHUNK_BYTES = 32 << 20
 _CHUNK_SAMPLES = 1024
+
+# ... and as many as take this share of the time that one request has.
+_SHARE_OF_TIMEOUT = 0.25
 
 # An answer's header names tensors; anything longer comes from something that is no worker.
 _HEADER_BYTES = 64 << 20
 
 # How long a worker that has closed its pipes may take to end.
 _DYING_S = 5.0
+
+# Lines of stderr that say nothing about a failure: every start of LiteRT prints them.
+_CHATTER = re.compile(
+    r"\s*(INFO|VERBOSE|DEBUG):|WARNING: \[(npu_registry|gpu_registry|compiler_plugin)"
+    r"|\s*(└|\|)? ?Could not load shared library|\s*└\s*$"
+)
+
+# What LiteRT, C++ and NumPy print or say when memory is short, and when an operator is unknown.
+_NO_MEMORY = re.compile(
+    r"bad_alloc|out of memory|cannot allocate|unable to allocate|failed to allocate(?! tensors)"
+    r"|MemoryError|MemoryAllocationFailure|mmap.*failed",
+    re.IGNORECASE,
+)
+# A reason of its own: any word that is no general statement of LiteRT's that something failed.
+_REASON = re.compile(r"^(?!\s*$|.*Failed to allocate tensors|\w+\(.*\): status 3$).+", re.MULTILINE)
+_NO_KERNEL = re.compile(
+    r"didn't find op for builtin|unresolved custom op|op builtin_code out of range"
+    r"|^Unsupported|unsupported dtype|unsupported type",
+    re.IGNORECASE,
+)
 
 # A request that has not been answered by then has hung: a corrupted file can do that.
 DEFAULT_TIMEOUT_S = 600.0
@@ -52,6 +85,14 @@ class Tap(NamedTuple):
     name: str
     tensor: int
     signature: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coverage:
+    """How much of a graph the delegate (XNNPACK) runs."""
+
+    ops: int
+    left: tuple[tuple[str, str], ...]  # (operator, its first output tensor) that it does not run
 
 
 class Session:
@@ -92,6 +133,7 @@ class Session:
         self.launch = launch
         self.device = device = device or launch.device
         self.model = model
+        self.delegated: bool | None = None  # whether all of the file is with a delegate, if told
         self._threads, self._kernels, self._taps = threads, kernels, tuple(taps)
         self.times: dict[str, float] = {}
         self.peak_rss_kb = 0
@@ -148,6 +190,7 @@ class Session:
             header["kernels"] = self._kernels
         answer, _ = self._request(header, {}, "load")
         self.times = {"load_ms": float(answer["load_ms"])}
+        self.delegated = answer.get("delegated")
         self.signatures = tuple(_signature(item) for item in answer["signatures"])
 
     def __enter__(self) -> Self:
@@ -186,7 +229,7 @@ class Session:
 
         Raises:
             DataError: a sample does not fit the signature.
-            DeviceError: the process dies, hangs, or LiteRT fails.
+            DeviceError: the process dies, hangs, LiteRT fails, or an output is not written.
         """
         weight = _Weight()
         wanted = next((s for s in self.signatures if s.name == signature), None)
@@ -201,17 +244,33 @@ class Session:
             stacked = {name: np.stack(column) for name, column in columns.items()}
             header = {"op": "run", "signature": signature, "count": count}
             answer, outputs = self._request(header, stacked, "run")
+            self._check_written(answer, outputs)
             times = answer["times"]
             self.times.setdefault("first_ms", times["first_ms"])
-            self.times["total_ms"] = self.times.get("total_ms", 0.0) + times["total_ms"]
+            for name in ("total_ms", "invoke_ms"):
+                if name in times:
+                    self.times[name] = self.times.get(name, 0.0) + times[name]
             self.times["samples"] = self.times.get("samples", 0.0) + count
             if count > 1:  # a lone sample is the first: packing weights is in its time
                 steady = (times["total_ms"] - times["first_ms"]) / (count - 1)
                 self.times["steady_ms"] = min(self.times.get("steady_ms", math.inf), steady)
             self.peak_rss_kb = max(self.peak_rss_kb, int(answer["peak_rss_kb"]))
             weight.output = sum(array.nbytes for array in outputs.values()) // count
+            # A slow device must not hang by being given too much at once.
+            each_s = max(times["total_ms"] / count, 1e-3) / 1e3
+            weight.most = max(1, int(_SHARE_OF_TIMEOUT * self._timeout_s / each_s))
             for position in range(count):
                 yield {name: array[position] for name, array in outputs.items()}
+
+    def coverage(self) -> Coverage:
+        """Which operators of the first graph the delegate took over; this machine's Interpreter only.
+
+        Raises:
+            DeviceError: the device's worker does not tell.
+        """
+        answer, _ = self._request({"op": "coverage"}, {}, "look into")
+        left = tuple((item["op"], item["tensor"]) for item in answer["left"])
+        return Coverage(ops=int(answer["ops"]), left=left)
 
     # ------------------------------------------------------------------------------- the pipe
 
@@ -284,7 +343,7 @@ class Session:
         if not (ready[0] or ready[1]):
             self._process.kill()
             self._process.wait()
-            raise DeviceError(
+            raise DeviceTimeoutError(
                 f"device '{self.device}' gave no answer in {self._timeout_s:.0f} s while it was to "
                 f"{step} {self.model.name}{self._tail()}",
                 do="the file may be damaged; or give it more time",
@@ -299,16 +358,42 @@ class Session:
         except subprocess.TimeoutExpired:  # it closed its pipes and lives on
             self._process.kill()
             code = self._process.wait()
-        how = ending(code)
+        how, tail = ending(code), self._tail()
+        what = f"the process of device '{self.device}' died by {how}"
+        where = f"while it was to {step} {self.model.name}{tail}"
+        if self.launch.memory_mb is not None and (
+            _NO_MEMORY.search(tail) or -code == signal.SIGKILL
+        ):
+            return self._out_of_memory(f"{what} {where}", step)
         if -code == signal.SIGKILL:
-            how += " (the system may be out of memory)"
-        return DeviceError(
-            f"the process of device '{self.device}' died by {how} while it was to {step} "
-            f"{self.model.name}{self._tail()}",
+            what += " (the system may be out of memory)"
+        return DeviceCrashError(
+            f"{what} {where}",
             do="the file is damaged, or LiteRT has a fault with it: `tpu2edge inspect` reads it "
             "without running it",
             step=step,
         )
+
+    def _out_of_memory(self, what: str, step: str) -> DeviceError:
+        limit = self.launch.memory_mb
+        has = "" if limit is None else f": device '{self.device}' has {limit} MB"
+        return DeviceMemoryError(
+            f"out of memory{has}; {what}",
+            do="a smaller recipe or shape, or a profile with more memory_mb",
+            step=step,
+        )
+
+    def _check_written(self, answer: Mapping[str, Any], outputs: Mapping[str, Array]) -> None:
+        for name, count in answer.get("unwritten", {}).items():
+            size = outputs[name][0].size
+            raise UnwrittenError(
+                f"device '{self.device}' says that it ran {self.model.name}, but left "
+                f"{count} of {size} elements of output '{name}' as they were before",
+                do="the delegate has a fault with this graph; another device, or kernels = "
+                "'builtin', tells whether the file itself is right",
+                place=Place(tensor=name),
+                step="run",
+            )
 
     def _garbled(self, step: str) -> DeviceError:
         self._process.kill()
@@ -319,10 +404,25 @@ class Session:
         )
 
     def _refused(self, header: dict[str, Any], step: str) -> DeviceError:
-        text = f"{header['error']}".strip()
+        text, tail = f"{header['type']}: {header['error']}".strip(), self._tail()
+        what = f"LiteRT on device '{self.device}' cannot {step} {self.model.name}: {text}{tail}"
+        if _NO_MEMORY.search(text + tail):
+            return self._out_of_memory(what, step)
+        if self.launch.memory_mb is not None and (
+            not _REASON.search(tail) and not _REASON.search(str(header["error"]))
+        ):
+            return self._out_of_memory(
+                f"LiteRT gives no reason, this is the likely one; {what}", step
+            )
+        if _NO_KERNEL.search(text) or _NO_KERNEL.search(tail):
+            return UnsupportedError(
+                what,
+                do="this device's LiteRT has no kernel for it: `tpu2edge inspect` lists the "
+                "operators",
+                step=step,
+            )
         return DeviceError(
-            f"LiteRT on device '{self.device}' cannot {step} {self.model.name}: "
-            f"{header['type']}: {text}{self._tail()}",
+            what,
             do="see the log; an operator may have no kernel in this LiteRT version",
             step=step,
         )
@@ -330,7 +430,7 @@ class Session:
     def _tail(self) -> str:
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").splitlines()
-        kept = [line.strip() for line in lines if line.strip() and not line.startswith("INFO:")]
+        kept = [line.strip() for line in lines if line.strip() and not _CHATTER.match(line)]
         return "".join(f"\n    {line}" for line in kept[-5:])
 
 
@@ -376,9 +476,12 @@ def _signature(data: Mapping[str, Any]) -> Signature:
 
 @dataclass(slots=True)
 class _Weight:
-    """Bytes that one sample's outputs take, known after the first answer."""
+    """What one sample takes, known after the first answer: its outputs' bytes, and the most of its
+    kind that one request may carry for the time they take.
+    """
 
     output: int | None = None
+    most: int = _CHUNK_SAMPLES
 
 
 def _chunks(
@@ -400,7 +503,7 @@ def _chunks(
         if not count:
             kind, columns = this, {name: [] for name in sample}
             one = sum(array.nbytes for array in arrays) + (weight.output or 0)
-            fits = max(1, min(_CHUNK_SAMPLES, _CHUNK_BYTES // max(one, 1)))
+            fits = max(1, min(_CHUNK_SAMPLES, weight.most, _CHUNK_BYTES // max(one, 1)))
             most = 1 if weight.output is None else fits
         # By name: a dictionary of the same names may have them in another order.
         for name, array in zip(sample, arrays, strict=True):

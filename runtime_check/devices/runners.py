@@ -26,6 +26,7 @@ __all__ = [
     "install_device",
     "install_devices",
     "launch_of",
+    "missing",
     "runner_of",
     "state_of",
 ]
@@ -54,6 +55,7 @@ class State:
 
     kind: StateKind
     text: str
+    how: str = ""  # the command that makes it ready
     slow: str = ""  # a word on it when it runs, but by a slower way than it could
 
     @property
@@ -80,6 +82,12 @@ class Launch:
     versions: Mapping[str, str] = field(default_factory=dict)  # what the outputs depend on
     path_on_device: Callable[[Path], str] = str
     cleanup: Callable[[], None] | None = None
+
+
+def missing(profile: Profile, text: str, *, slow: str = "") -> State:
+    """The state of a device that `tpu2edge devices install` makes ready."""
+    how = f"tpu2edge devices install {profile.name}"
+    return State(kind=StateKind.MISSING, text=text, how=how, slow=slow)
 
 
 class Runner(Protocol):
@@ -123,10 +131,9 @@ def launch_of(profile: Profile) -> Launch:
     """
     state = state_of(profile)
     if not state.ready:
-        missing = state.kind is StateKind.MISSING
         raise DeviceError(
             f"device '{profile.name}' is not ready: {state.text}",
-            do=f"run `tpu2edge devices install {profile.name}`" if missing else "",
+            do=f"run `{state.how}`" if state.how else "",
             step="start",
         )
     return runner_of(profile).launch(profile)

@@ -13,6 +13,7 @@ that a small model is not slowed down by the pipe.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import resource
@@ -22,7 +23,11 @@ import time
 from typing import Any
 
 _Arrays = dict[str, Any]
-_Results = tuple[dict[str, list[Any]], dict[str, float]]
+_Results = tuple[dict[str, list[Any]], dict[str, Any]]
+
+# Outputs of a CompiledModel start as this byte; 0xFF makes a float NaN, so that what stays unwritten
+# shows. The second one tells a value that is equal by chance.
+_POISONS = (0xFF, 0x5A)
 
 _started = time.perf_counter()
 # Native code prints to fd 1; the protocol gets a descriptor of its own.
@@ -69,6 +74,8 @@ def _receive() -> tuple[dict[str, Any], dict[str, Any]]:
 class _Model:
     """A loaded file; every signature by name, tensors by name, never by position."""
 
+    delegated: bool | None = None  # only a CompiledModel tells
+
     def __init__(self, header: dict[str, Any]) -> None:
         from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
@@ -90,34 +97,11 @@ class _Model:
         ]
         self.interpreter.allocate_tensors()
         self.load_ms = (time.perf_counter() - started) * 1e3
-        self.names = self.interpreter.get_signature_list()
-        self.details = {}
-        for name in self.names:
-            runner = self.interpreter.get_signature_runner(name)
-            self.details[name] = (runner.get_input_details(), runner.get_output_details())
-            del runner
+        self.details = _details(self.interpreter)
         self.runners: dict[str, Any] = {}
 
-    def describe(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "name": name,
-                "inputs": [_spec(key, details) for key, details in inputs.items()],
-                "outputs": [_spec(key, details) for key, details in outputs.items()],
-            }
-            for name, (inputs, outputs) in self.details.items()
-        ]
-
     def run(self, signature: str, count: int, stacked: _Arrays) -> _Results:
-        if signature not in self.details:
-            raise ValueError(f"no signature '{signature}', the file has {list(self.details)}")
-        inputs, outputs = self.details[signature]
-        if set(stacked) != set(inputs):
-            raise ValueError(f"inputs {sorted(stacked)} given, {sorted(inputs)} expected")
-        for name, array in stacked.items():
-            if array.dtype != inputs[name]["dtype"]:
-                expected = np.dtype(inputs[name]["dtype"]).name
-                raise ValueError(f"input '{name}': {array.dtype} given, {expected} expected")
+        inputs, outputs = _checked(self.details, signature, stacked)
         step = self._direct if len(self.details) == 1 else self._by_runner
         return step(signature, count, stacked, inputs, outputs)
 
@@ -163,13 +147,7 @@ class _Model:
         runner = self.runners.get(signature)
         if runner is None:
             runner = self.runners[signature] = self.interpreter.get_signature_runner(signature)
-        for name, array in stacked.items():
-            fixed = [int(s) for s in inputs[name]["shape_signature"]]
-            given = list(array.shape[1:])
-            if len(fixed) != len(given) or any(
-                f not in (-1, g) for f, g in zip(fixed, given, strict=True)
-            ):
-                raise ValueError(f"input '{name}': shape {given} given, {fixed} expected")
+        _check_shapes(inputs, stacked)
         results: dict[str, list[Any]] = {name: [] for name in outputs}
         taps = [(name, index) for name, index, of in self.taps if of == signature]
         results.update({name: [] for name, _ in taps})
@@ -186,6 +164,220 @@ class _Model:
             if position == 0:
                 first = time.perf_counter() - begin
         return results, {"first_ms": first * 1e3, "total_ms": (time.perf_counter() - begin) * 1e3}
+
+    def coverage(self) -> dict[str, Any]:
+        """How many operators the first graph has, and those that no delegate took over.
+
+        LiteRT lists a delegate behind the operators that it replaced, with its outer tensors: what
+        lies between its outputs and its inputs is what it replaced.
+        """
+        details = self.interpreter._get_ops_details()
+        plain = [op for op in details if op["op_name"] != "DELEGATE"]
+        makers = {int(out): op for op in plain for out in op["outputs"]}
+        taken: set[int] = set()
+        for delegate in details[len(plain) :]:
+            outer = {int(tensor) for tensor in delegate["inputs"]}
+            ahead = [int(tensor) for tensor in delegate["outputs"]]
+            while ahead:
+                op = makers.get(ahead.pop())
+                if op is not None and op["index"] not in taken:
+                    taken.add(op["index"])
+                    ahead += [int(t) for t in op["inputs"] if int(t) not in outer]
+        left = [op for op in plain if op["index"] not in taken]
+        names = {d["index"]: d["name"] for d in self.interpreter.get_tensor_details()}
+        return {
+            "ops": len(plain),
+            "left": [
+                {"op": op["op_name"], "tensor": names.get(int(op["outputs"][0]), "")}
+                for op in left
+                if len(op["outputs"])
+            ],
+        }
+
+
+class _Compiled:
+    """The same through LiteRT's CompiledModel, the runtime that new apps use."""
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        from ai_edge_litert.compiled_model import CompiledModel
+        from ai_edge_litert.cpu_kernel_mode import CpuKernelMode
+        from ai_edge_litert.hardware_accelerator import HardwareAccelerator
+        from ai_edge_litert.interpreter import Interpreter, OpResolverType
+        from ai_edge_litert.options import Options
+
+        if header.get("taps"):
+            raise ValueError("a CompiledModel does not show tensors inside of the graph")
+        started = time.perf_counter()
+        # From memory: from_file ends the process on many damaged files.
+        with open(header["path"], "rb") as stream:  # noqa: PTH123 - no pathlib here: it costs 10 ms
+            content = stream.read()
+        # A CompiledModel tells no scales and no dynamic sizes.
+        plain = Interpreter(
+            model_content=content,
+            experimental_op_resolver_type=OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES,
+        )
+        self.details = _details(plain)
+        del plain
+        accelerators = header.get("accelerators", ["CPU"])
+        wanted = HardwareAccelerator(0)
+        for name in accelerators:
+            wanted |= HardwareAccelerator[name]
+        options = Options(hardware_accelerators=wanted)
+        if "CPU" in accelerators:
+            kernels = {"default": "DELEGATE", "builtin": "BUILTIN", "reference": "REFERENCE"}
+            options.cpu_options.num_threads = header.get("threads") or 1
+            options.cpu_options.kernel_mode = CpuKernelMode[
+                kernels[header.get("kernels") or "default"]
+            ]
+            if header.get("xnnpack_flags") is not None:
+                options.cpu_options.xnnpack_flags = header["xnnpack_flags"]
+        for name, value in header.get("gpu", {}).items():
+            setattr(options.gpu_options, name, value)
+        self.model = CompiledModel.from_buffer(content, options=options)
+        self.delegated = self.model.is_fully_accelerated()
+        self.load_ms = (time.perf_counter() - started) * 1e3
+        self.names = self.model.get_signature_list()
+        self.buffers: dict[str, tuple[list[Any], list[Any], set[str]]] = {}
+        self.shapes: dict[str, Any] = {}
+        self.checked: set[str] = set()  # signatures whose outputs were seen to be written
+
+    def run(self, signature: str, count: int, stacked: _Arrays) -> _Results:
+        inputs, outputs = _checked(self.details, signature, stacked)
+        _check_shapes(inputs, stacked)
+        shapes = {name: array.shape[1:] for name, array in stacked.items()}
+        if self.shapes.get(signature) != shapes:
+            self._prepare(signature, shapes, inputs, outputs)
+            self.shapes[signature] = shapes
+            self.checked.discard(signature)
+        now = self.model.get_output_tensor_details(signature)
+        sizes = {
+            name: (tuple(int(n) for n in now[name]["shape"]), np.dtype(details["dtype"]))
+            for name, details in outputs.items()
+        }
+        results: dict[str, list[Any]] = {name: [] for name in outputs}
+        first = 0.0
+        unwritten: dict[str, int] = {}
+        begin = time.perf_counter()
+        for position in range(count):
+            sample = {name: array[position] for name, array in stacked.items()}
+            found = self._once(signature, sample, sizes, 0)
+            for name, value in found.items():
+                results[name].append(value)
+            if position == 0:
+                first = time.perf_counter() - begin
+            if signature not in self.checked:
+                self.checked.add(signature)
+                unwritten = self._unwritten(signature, sample, sizes, found)
+                begin = time.perf_counter() - first
+        total = time.perf_counter() - begin
+        return results, {
+            "first_ms": first * 1e3,
+            "total_ms": total * 1e3,
+            "unwritten": unwritten,
+        }
+
+    def _prepare(self, signature: str, shapes: Any, inputs: Any, outputs: Any) -> None:
+        model = self.model
+        for name, shape in shapes.items():
+            if -1 in inputs[name]["shape_signature"]:
+                model.resize_input_tensor_by_name(signature, name, shape)
+        # LiteRT gives one memory to a tensor: an output that is an input, or another output, too.
+        by_tensor: dict[int, Any] = {}
+        for name in self.names[signature]["inputs"]:
+            by_tensor[inputs[name]["index"]] = model.create_input_buffer_by_name(signature, name)
+        shared = {name for name in outputs if outputs[name]["index"] in by_tensor}
+        for name in self.names[signature]["outputs"]:
+            index = outputs[name]["index"]
+            if index not in by_tensor:
+                by_tensor[index] = model.create_output_buffer_by_name(signature, name)
+        self.buffers[signature] = (
+            [by_tensor[inputs[n]["index"]] for n in self.names[signature]["inputs"]],
+            [by_tensor[outputs[n]["index"]] for n in self.names[signature]["outputs"]],
+            shared,
+        )
+
+    def _once(self, signature: str, sample: _Arrays, sizes: Any, poison: int) -> _Arrays:
+        names = self.names[signature]
+        sources, targets, shared = self.buffers[signature]
+        for name, target in zip(names["outputs"], targets, strict=True):
+            shape, dtype = sizes[name]
+            if name not in shared:
+                raw = np.full(math.prod(shape) * dtype.itemsize, _POISONS[poison], np.uint8)
+                target.write(raw.view(dtype) if dtype != np.bool_ else raw.view(np.bool_))
+        for name, source in zip(names["inputs"], sources, strict=True):
+            source.write(np.ascontiguousarray(sample[name]))
+        self.model.run_by_index(self.model.get_signature_index(signature), sources, targets)
+        return {
+            name: target.read(math.prod(sizes[name][0]), sizes[name][1]).reshape(sizes[name][0])
+            for name, target in zip(names["outputs"], targets, strict=True)
+        }
+
+    def _unwritten(
+        self, signature: str, sample: _Arrays, sizes: Any, found: _Arrays
+    ) -> dict[str, int]:
+        """How many elements of each output keep the poison, whichever it is."""
+        marks = {name: _still(value, 0) for name, value in found.items()}
+        if not any(mark.any() for mark in marks.values()):
+            return {}
+        again = self._once(signature, sample, sizes, 1)
+        counts = {name: int((mark & _still(again[name], 1)).sum()) for name, mark in marks.items()}
+        return {name: count for name, count in counts.items() if count}
+
+
+def _still(value: Any, poison: int) -> Any:
+    flat = np.ascontiguousarray(value).reshape(-1)
+    return (flat.view(np.uint8).reshape(flat.size, -1) == _POISONS[poison]).all(axis=1)
+
+
+def _details(interpreter: Any) -> dict[str, tuple[Any, Any]]:
+    """Inputs and outputs of each signature as the file says them."""
+    details = {}
+    for name in interpreter.get_signature_list():
+        runner = interpreter.get_signature_runner(name)
+        details[name] = (runner.get_input_details(), runner.get_output_details())
+        del runner
+    return details
+
+
+def _describe(details: dict[str, tuple[Any, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "inputs": [_spec(key, spec) for key, spec in inputs.items()],
+            "outputs": [_spec(key, spec) for key, spec in outputs.items()],
+        }
+        for name, (inputs, outputs) in details.items()
+    ]
+
+
+def _checked(details: Any, signature: str, stacked: _Arrays) -> tuple[Any, Any]:
+    """Inputs and outputs of the signature, whose names and types the arrays have."""
+    if signature not in details:
+        raise ValueError(f"no signature '{signature}', the file has {list(details)}")
+    inputs, outputs = details[signature]
+    if set(stacked) != set(inputs):
+        raise ValueError(f"inputs {sorted(stacked)} given, {sorted(inputs)} expected")
+    for name, array in stacked.items():
+        if array.dtype != inputs[name]["dtype"]:
+            expected = np.dtype(inputs[name]["dtype"]).name
+            raise ValueError(f"input '{name}': {array.dtype} given, {expected} expected")
+    return inputs, outputs
+
+
+def _check_shapes(inputs: Any, stacked: _Arrays) -> None:
+    """Refuse what LiteRT would resize silently."""
+    for name, array in stacked.items():
+        fixed = [int(size) for size in inputs[name]["shape_signature"]]
+        given = list(array.shape[1:])
+        if len(fixed) != len(given) or any(
+            f not in (-1, g) for f, g in zip(fixed, given, strict=True)
+        ):
+            raise ValueError(f"input '{name}': shape {given} given, {fixed} expected")
+
+
+def _limit_memory(limit: int | None) -> None:
+    if limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _position(interpreter: Any, index: int) -> int:
@@ -219,7 +411,7 @@ def main() -> None:
             "start_ms": (time.perf_counter() - _started) * 1e3,
         }
     )
-    model = None
+    model: _Model | _Compiled | None = None
     while True:
         header, arrays = _receive()
         try:
@@ -227,15 +419,29 @@ def main() -> None:
                 _send({"ok": True})
                 return
             if header["op"] == "load":
-                model = _Model(header)
-                _send({"ok": True, "load_ms": model.load_ms, "signatures": model.describe()})
+                _limit_memory(header.get("limit_bytes"))
+                compiled = header.get("runtime") == "compiled"
+                model = _Compiled(header) if compiled else _Model(header)
+                _send(
+                    {
+                        "ok": True,
+                        "load_ms": model.load_ms,
+                        "delegated": model.delegated,
+                        "signatures": _describe(model.details),
+                    }
+                )
+            elif header["op"] == "coverage":
+                if not isinstance(model, _Model):
+                    raise ValueError("only an Interpreter tells which operators are delegated")
+                _send({"ok": True, **model.coverage()})
             elif header["op"] == "run":
                 if model is None:
                     raise ValueError("run before load")
                 results, times = model.run(header["signature"], header["count"], arrays)
                 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 stacked = {name: np.stack(values) for name, values in results.items()}
-                _send({"ok": True, "times": times, "peak_rss_kb": peak}, stacked)
+                answer = {"ok": True, "unwritten": times.pop("unwritten", {}), "times": times}
+                _send({**answer, "peak_rss_kb": peak}, stacked)
             else:
                 raise ValueError(f"unknown op {header['op']!r}")
         except Exception as error:  # noqa: BLE001 - sent to the parent in full, then the next request

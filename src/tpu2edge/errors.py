@@ -12,6 +12,11 @@
     │   ├── LoweringError              an operator has no way to LiteRT
     │   └── QuantizationError          a recipe cannot be applied
     ├── DeviceError           exit 4   a device, a worker or a tool broke
+    │   ├── DeviceCrashError           the process died by a signal, or ended by itself
+    │   ├── DeviceTimeoutError         no answer in the time given
+    │   ├── DeviceMemoryError          more memory than the device has
+    │   ├── UnsupportedError           an operator or a type that the device cannot run
+    │   └── UnwrittenError             an output, or a part of it, that the device left as it was
     └── ParityError           exit 1   the numbers are not within the budget
 
 A message says what happened, where, and what to do next. Faults of tpu2edge itself are not in this
@@ -27,7 +32,10 @@ __all__ = [
     "CheckpointError",
     "ConversionError",
     "DataError",
+    "DeviceCrashError",
     "DeviceError",
+    "DeviceMemoryError",
+    "DeviceTimeoutError",
     "ExportError",
     "InputError",
     "LoweringError",
@@ -37,6 +45,8 @@ __all__ = [
     "Place",
     "QuantizationError",
     "Tpu2EdgeError",
+    "UnsupportedError",
+    "UnwrittenError",
 ]
 
 
@@ -171,6 +181,26 @@ class DeviceError(Tpu2EdgeError):
     """A device, a worker process or an outside tool broke; exit status 4."""
 
     exit_code = 4
+
+
+class DeviceCrashError(DeviceError):
+    """The device's process died by a signal, or ended by itself."""
+
+
+class DeviceTimeoutError(DeviceError):
+    """The device gave no answer in the time given, and was ended."""
+
+
+class DeviceMemoryError(DeviceError):
+    """The model needs more memory than the device has, or than its profile allows."""
+
+
+class UnsupportedError(DeviceError):
+    """An operator, a type or a size that the device's LiteRT cannot run."""
+
+
+class UnwrittenError(DeviceError):
+    """The device reported success and left an output, or a part of it, as it was before."""
 
 
 class ParityError(Tpu2EdgeError):

