@@ -35,7 +35,15 @@ from tpu2edge.errors import (
     Tpu2EdgeError,
     error_from_json,
 )
-from tpu2edge.export import blame, dynamic_sizes, layout, rewrites, state
+from tpu2edge.export import (
+    blame,
+    dynamic_sizes,
+    layout,
+    quantized,
+    quantized_lowering,
+    rewrites,
+    state,
+)
 from tpu2edge.export.default_sizes import write_smallest_sizes
 from tpu2edge.export.loops import outline_loops
 from tpu2edge.export.own_outputs import own_outputs
@@ -161,14 +169,17 @@ def lower_programs(
                 dynamic_sizes.fold_constants(program, constant)
             modules.append(toolkit.mlir(program, traced.signature, context, constants))
         progress("convert")
+        as_quantized = any(quantized.is_quantized(traced.program) for traced in programs)
         try:
             merged = toolkit.converter.merge_modules(modules)
-            merged = toolkit.to_tfl(merged, context)
+            merged = toolkit.to_tfl(merged, context, as_quantized)
             with context:
                 outline_loops(toolkit.ir, _operation(merged))
             if any(toolkit.is_by_reference(attr) for attr in constants.constant_cache.values()):
-                merged = toolkit.fold(merged, context, notes)
+                merged = toolkit.fold(merged, context, notes, as_quantized)
             with context:
+                if as_quantized:
+                    _use_dynamic_kernels(toolkit, _operation(merged), notes)
                 layout.fold_transposes(toolkit.ir, _operation(merged))
                 own_outputs(toolkit.ir, _operation(merged))
             progress("write")
@@ -179,6 +190,16 @@ def lower_programs(
         except Exception as err:
             raise _converter_error(err, graphs) from err
     return Lowered(path=path, nodes=nodes, origins=origins, notes=tuple(notes))
+
+
+def _use_dynamic_kernels(toolkit: _Toolkit, module: Any, notes: list[Note]) -> None:
+    _, idle = quantized_lowering.use_dynamic_kernels(toolkit.ir, module)
+    if idle:
+        text = (
+            f"{idle} activations that the module quantizes at run time stay float32 in the file: "
+            "LiteRT has no such kernel for what they go into; the weights keep their integers"
+        )
+        notes.append(Note(code="float-activations", text=text))
 
 
 def own_memory(program: ExportedProgram) -> None:
@@ -235,6 +256,7 @@ def _decomposed(program: ExportedProgram, toolkit: _Toolkit, notes: list[Note]) 
             program, toolkit.lowering_decompositions(dynamic), can_skip=False
         )
         rewrites.on_decomposed(program, notes, toolkit.applied)
+        quantized_lowering.arrange_weights(program)
     except Tpu2EdgeError:
         raise
     except Exception as err:
@@ -338,12 +360,14 @@ class _Toolkit:
         self._torch_tfl = torch_tfl
         self._signature: Signature | None = None  # of the program that is being lowered
         rewrites.add_lowerings(backend.lowerings.lower)
+        quantized_lowering.add_lowerings(backend.lowerings.lower)
         self.applied = set[str]()  # names of the rewrites that were used in place of an operator
         native.register()
 
     def convert_passes(self, program: ExportedProgram, dynamic: bool) -> ExportedProgram:
         with contextlib.ExitStack() as stack:
             stack.enter_context(layout.group_norm_in_place())
+            stack.enter_context(quantized_lowering.in_layout_pass())
             if dynamic:  # composite operators take fixed sizes only
                 passes = self._core.fx_passes
                 nothing = passes.EliminateDeadCodePass
@@ -437,13 +461,15 @@ class _Toolkit:
         )
         return lowered.module
 
-    def to_tfl(self, module: Any, context: Any) -> Any:
+    def to_tfl(self, module: Any, context: Any, as_quantized: bool) -> Any:
         config = self.converter.ConvertToTFLConfig()
         config.model_origin_framework = "PYTORCH"
         config.unsafe_fuse_dynamic_shaped_broadcast = True
         # Infinities are values of the model; attention masks rely on them.
         config.canonicalizing_inf_as_min_max_float = False
         config.enable_x64 = False
+        if as_quantized:  # integers where inputs, weights and output are quantized, else floats
+            config.strict_qdq_mode = True
         with context:
             self.converter.run_convert_to_tfl_passes(
                 module, self._passmanager.PassManager(), config
@@ -458,10 +484,13 @@ class _Toolkit:
     def is_by_reference(self, attribute: Any) -> bool:
         return isinstance(attribute, self.ir.DenseResourceElementsAttr)
 
-    def fold(self, module: Any, context: Any, notes: list[Note]) -> Any:
+    def fold(self, module: Any, context: Any, notes: list[Note], as_quantized: bool) -> Any:
         """Fold what depends on constants only; the converter does not where they are references."""
         try:
-            return self._runtime_fold.runtime_fold(context, module, fold_dequantize=True)
+            # Folding a DEQUANTIZE would write the user's integers as floats.
+            return self._runtime_fold.runtime_fold(
+                context, module, fold_dequantize=not as_quantized
+            )
         except Exception as err:  # noqa: BLE001 - an optimisation: the file is right without it
             text = f"{type(err).__name__}: {_first_line(err)}"
             notes.append(Note(code="not-folded", text=f"constants were not folded: {text}"))

@@ -21,6 +21,8 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from tpu2edge.export import quantized
+
 __all__ = ["Oracle"]
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -127,6 +129,9 @@ class _Double(fx.Interpreter):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         args, kwargs = fx.node.map_aggregate((args, kwargs), self._wide_once)
+        exact = quantized.EXACT.get(n.target)
+        if exact is not None:
+            return exact(*args, **kwargs)
         if any(part in str(n.target) for part in _WIDTH_BOUND):
             self._exceptions.add(str(n.target))
             return self._as_traced(n, args, kwargs)

@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.utils.rnn import PackedSequence
 
 from tpu2edge.errors import DataError, ExportError, OptionError, Place, Tpu2EdgeError
-from tpu2edge.export import blame, half_precision, names, oracle, taps
+from tpu2edge.export import blame, half_precision, names, oracle, quantized, taps
 from tpu2edge.export import state as states
 from tpu2edge.export.prepare import prepare_module
 from tpu2edge.export.rewrites import recurrent
@@ -132,6 +132,11 @@ class TracedProgram:
     def oracle_exceptions(self) -> tuple[str, ...]:
         """Operators that the oracle had to compute in the program's own precision."""
         return self._oracle.exceptions
+
+    @property
+    def quantization(self) -> str | None:
+        """How the model was quantized before it came here, as a file's name says it; None: float."""
+        return quantized.quantization_of(self.program)
 
     @property
     def is_channels_last(self) -> bool:
@@ -289,6 +294,8 @@ def trace_module(
     dynamic = {name: _own_dims(name, axes) for name, axes in (dynamic or {}).items()}
     with keep_global_state():
         prepared = prepare_module(module)
+        notes = list(prepared.notes)
+        quantized.fixed_fake_quants(prepared.module, notes)
         call = names.call_layout(prepared.module.forward, args, kwargs or {})
         layout = _Layout(
             inner=call,
@@ -296,7 +303,6 @@ def trace_module(
             last_outputs=frozenset(channels_last_output),
         )
         given = _reshaped(call.names, layout.to_file(call.tensors), shapes or {})
-        notes = list(prepared.notes)
         tensors = tuple(
             _edge_input(name, tensor, notes) for name, tensor in zip(call.names, given, strict=True)
         )
@@ -335,6 +341,7 @@ def trace_module(
         for name, value in call.constants.items()
         if value != "None"
     )
+    quantized.normalize(program, notes)
     if carried:
         text = (
             f"state: {', '.join(carried)} go in and come out at every call, starting from the "
@@ -577,7 +584,7 @@ def _export(
     input_names: tuple[str, ...],
 ) -> ExportedProgram:
     try:
-        with torch.no_grad(), recurrent.quick_shapes():
+        with torch.no_grad(), recurrent.quick_shapes(), quantized.tracing():
             return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
     except Tpu2EdgeError:
         raise
