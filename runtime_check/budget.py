@@ -482,8 +482,8 @@ def _family(recipe: str) -> str:
         return recipe
     if "wi4" in recipe or "wi2" in recipe or "int4" in recipe:
         return "int4"
-    if recipe.startswith("static"):
+    if recipe.startswith(("static", "int8-static", "int16-static", "as_quantized_static")):
         return "static-int8"
-    if recipe.startswith("weight_only"):
+    if recipe.startswith(("weight_only", "int8-weight", "as_quantized_weights")):
         return "weight-int8"
     return "dynamic-int8"

@@ -161,7 +161,8 @@ class _KeepFloat:
     def quantize(self, target: Path, recipe: Any, ranges: Ranges | None = None) -> Any:
         from tpu2edge.quantize.recipes import keep_float
 
-        kept = keep_float(recipe, self._family.options.keep_float, self._family.modules)
+        patterns, modules = self._family.options.keep_float, self._family.modules
+        kept = keep_float(recipe, patterns, modules, self._quantizer.scopes())
         return self._quantizer.quantize(target, kept, ranges)
 
 

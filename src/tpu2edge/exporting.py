@@ -113,7 +113,8 @@ class ExportJob:
             if any(program.is_channels_last for program in programs):
                 self._say([transposes_left(base, lowered.nodes)])
             _release_memory()
-            report, made = self._family(folder, parts, base, lowered, log)
+            came = next((p.quantization for p in programs if p.quantization), None)
+            report, made = self._family(folder, parts, base, lowered, came, log)
             self.progress("write bundle")
             layers = layers_in([one.model.path for one in made], lowered.nodes)
             self.progress.end()
@@ -161,6 +162,7 @@ class ExportJob:
         parts: Sequence[Part],
         base: Path,
         lowered: Lowered,
+        came: str | None,
         log: IO[bytes],
     ) -> tuple[ParityReport, list[Made]]:
         family = Family(
@@ -174,6 +176,7 @@ class ExportJob:
             say=self._say,
             log=log,
             checkpoint=search_checkpoint(self.output),
+            as_it_came=came,
         )
         return family.run()
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from tpu2edge import references
-from tpu2edge.errors import DataError
+from tpu2edge.errors import DataError, QuantizationError
 from tpu2edge.files import sha256_of
 from tpu2edge.options import parse_budget
-from tpu2edge.places import refuse_unchanged, refuse_unrunnable
+from tpu2edge.places import refuse_unrunnable
 from tpu2edge.types import EdgeModel, Note, Progress, Signature, Tensors
 
 if TYPE_CHECKING:
@@ -134,6 +134,7 @@ class Family:
     say: Callable[[Sequence[Note]], None]
     log: IO[bytes]
     checkpoint: Path | None = None
+    as_it_came: str | None = None  # the name of the file when the model was quantized in PyTorch
     is_new: bool = True  # the float file was just converted: LiteRT's refusals are about the model
 
     def run(self) -> tuple[ParityReport, list[Made]]:
@@ -141,6 +142,8 @@ class Family:
         from tpu2edge.runtime_check.parity import ParityReport
 
         wanted = self.options.names
+        if self.as_it_came is not None:
+            return self._as_it_came(self.as_it_came)
         quantized = [recipe for recipe in self.options.recipes if recipe.name not in (FLOAT, AUTO)]
         reports: list[ParityReport] = []
         made: list[Made] = []
@@ -154,7 +157,7 @@ class Family:
                 file = self._file(recipe.name)
                 self.progress(f"quantize {recipe.name}")
                 applied = pending.result(recipe)
-                about = self._verified(file, recipe, applied)
+                about = self._verified(file, applied)
                 report, one = self._checked(file, recipe.name, about)
                 reports.append(report)
                 made.append(one)
@@ -170,6 +173,22 @@ class Family:
         merged = reduce(ParityReport.merged, reports)
         proofs = [case for part in self.parts for case in part.truth.proof]
         return replace(merged, cases=(*proofs, *merged.cases)), made
+
+    def _as_it_came(self, name: str) -> tuple[ParityReport, list[Made]]:
+        """The one file of a model that was quantized in PyTorch: it is not quantized again."""
+        if asked := [one for one in self.options.names if one != FLOAT]:
+            raise QuantizationError(
+                f"the model was quantized in PyTorch already, so --recipe {asked[0]} would quantize it "
+                "a second time",
+                do="leave --recipe away, which keeps its own integers and scales; or export the float "
+                "model",
+                step="quantize",
+            )
+        file = self._file(name)
+        self.base.rename(file)
+        report, made = self._checked(file, name, {})
+        proofs = [case for part in self.parts for case in part.truth.proof]
+        return replace(report, cases=(*proofs, *report.cases)), [made]
 
     # ----------------------------------------------------------------------------- making files
 
@@ -190,8 +209,10 @@ class Family:
         if not patterns:
             return list(recipes)
         from tpu2edge.quantize.recipes import keep_float
+        from tpu2edge.quantize.scopes import op_scopes
 
-        return [keep_float(recipe, patterns, self.modules) for recipe in recipes]
+        scopes = op_scopes(self.base)
+        return [keep_float(recipe, patterns, self.modules, scopes) for recipe in recipes]
 
     def _ranges_for(self, recipes: Sequence[Recipe]) -> Calibration | None:
         """Ranges of activations, when a recipe needs them; measured once."""
@@ -246,13 +267,21 @@ class Family:
         self.say([Note(code="calibrated", text=text)])
         return measured
 
-    def _verified(self, file: Path, recipe: Recipe, applied: Applied) -> dict[str, Any]:
+    def _verified(self, file: Path, applied: Applied) -> dict[str, Any]:
         """What the file holds; the user is told what is not as the recipe says."""
-        refuse_unchanged(self.base, file, recipe.name)
-        for deviation in applied.deviations:
-            text = f"{recipe.name}: {deviation}"
-            self.say([Note(code="recipe-deviation", text=text)])
-        return {"recipe_json": applied.recipe.to_json()}
+        from tpu2edge.quantize.scan import verified
+
+        found, notes = verified(self.base, file, applied)
+        self.say(notes)
+        return {
+            "recipe_json": applied.recipe.to_json(),
+            "weights": {
+                "bytes_by_kind": dict(found.bytes_by_kind),
+                "float_share": round(found.float_share, 6),
+                "float": {w.tensor: w.why_float for w in found.weights if w.why_float is not None},
+                "size_ratio": round(found.size_ratio, 6),
+            },
+        }
 
     def _search(self) -> dict[str, Any]:
         from tpu2edge.autotuning import search_auto
@@ -279,7 +308,7 @@ class Family:
         for device in self.options.devices:
             for part in self.parts:
                 report = self._check(model, budget, device, part)
-                if self.is_new and recipe == FLOAT and device == "host":
+                if self.is_new and recipe in (FLOAT, self.as_it_came) and device == "host":
                     refuse_unrunnable(report, file, self.nodes)
                 if device == "host":
                     cases = self._check_taps(model, budget, part)

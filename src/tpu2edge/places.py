@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu2edge import bundle as bundles
-from tpu2edge.errors import LoweringError, Place, QuantizationError
+from tpu2edge.errors import LoweringError, Place
 from tpu2edge.flatbuffer import (
     Operator,
     Subgraph,
     before_squashing,
     read_tflite,
-    summarize,
 )
 from tpu2edge.types import Note
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from tpu2edge.runtime_check.devices.client import Tap
     from tpu2edge.runtime_check.parity import ParityReport
 
-__all__ = ["refuse_unchanged", "refuse_unrunnable", "taps_in", "transposes_left"]
+__all__ = ["refuse_unrunnable", "taps_in", "transposes_left"]
 
 _NO_KERNEL = re.compile(r"[Dd]idn't find op for builtin opcode '(?P<op>\w+)'")
 _NODE_FAILED = re.compile(r"Node number (?P<node>\d+) \((?P<op>\w+)\) failed to (?P<what>\w+)")
@@ -138,19 +137,3 @@ def transposes_left(file: Path, nodes: Mapping[str, Any]) -> Note:
     listed = "; ".join(dict.fromkeys(places))
     text = f"channels last: {len(places)} TRANSPOSE left in the file, from {listed}"
     return Note(code="transposes", text=text)
-
-
-def refuse_unchanged(base: Path, file: Path, recipe: str) -> None:
-    """Refuse a recipe that left all weights as they were.
-
-    Raises:
-        QuantizationError: all weights are stored as before.
-    """
-    before, after = (summarize(read_tflite(path)).weight_bytes_by_kind for path in (base, file))
-    if before == after:
-        raise QuantizationError(
-            f"recipe '{recipe}' changed nothing: all weights are stored as before",
-            do="use another recipe; layers that feed other operators than FULLY_CONNECTED, CONV_2D "
-            "and the like are left float by ai-edge-quantizer",
-            step="quantize",
-        )
