@@ -21,7 +21,7 @@ import typer
 from typer.main import get_command
 
 import tpu2edge
-from tpu2edge.cli import reference
+from tpu2edge.cli import devices, reference
 from tpu2edge.cli.capture import capture
 from tpu2edge.cli.check import check
 from tpu2edge.cli.doctor import doctor
@@ -46,6 +46,7 @@ app = typer.Typer(
 for command in (export, quantize, check, capture, inspect, doctor):
     app.command()(command)
 app.add_typer(reference.app, name="reference")
+app.add_typer(devices.app, name="devices")
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tpu2edge.cli.options import AsJson, Devices, Quiet, Threads
+from tpu2edge.cli.options import AsJson, DeviceFiles, Devices, Metric, Quiet, Threads
 
 __all__ = ["check"]
 
@@ -20,13 +20,9 @@ def check(
         Path | None,
         typer.Option(
             metavar="DIR_OR_FILE",
-            help="Inputs and outputs to compare with: a reference folder, .npz or .safetensors. "
-            "Without it: the bundle's own.",
+            help="Inputs and outputs to compare with: a reference folder, or a bundle. Without it: the "
+            "bundle's own.",
         ),
-    ] = None,
-    inputs: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="PATH", help="Other samples than the reference's. Repeatable."),
     ] = None,
     budget: Annotated[
         list[str] | None,
@@ -37,9 +33,15 @@ def check(
         ),
     ] = None,
     device: Devices = None,
+    device_file: DeviceFiles = None,
     threads: Threads = None,
     signature: Annotated[
         str | None, typer.Option(metavar="NAME", help="The entry to check; else all of them.")
+    ] = None,
+    metric: Metric = None,
+    junit: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the report as JUnit XML, too, for CI."),
     ] = None,
     json: AsJson = False,
     quiet: Quiet = False,
@@ -54,6 +56,7 @@ def check(
       tpu2edge check out
       tpu2edge check out --budget 'logits:sqnr>=60dB' --json
       tpu2edge check model.tflite --reference tpu-reference/
+      tpu2edge check out --device host,arm-v8.0,arm-v8.2-dotprod --junit report.xml
     """
     from tpu2edge.cli import printing
     from tpu2edge.cli.display import Display
@@ -63,11 +66,13 @@ def check(
     request = CheckRequest(
         target=target,
         reference=reference,
-        inputs=tuple(inputs or ()),
         budgets=tuple(budget or ()),
-        devices=tuple(device or ("host",)),
+        devices=tuple(device or ()),
+        device_files=tuple(device_file or ()),
         threads=threads,
         signature=signature,
+        metric=metric,
+        junit=junit,
     )
     outcome = run_job("check", request.to_json(), display=Display(quiet=quiet, verbose=verbose))
     printing.print_check(outcome, target, as_json=json, quiet=quiet)

@@ -124,6 +124,17 @@ def run_check(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
     return {"report": report.to_json(), "exit_code": exit_code_of(report.verdict)}
 
 
+def run_install(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
+    """The work of ``tpu2edge devices install``."""
+    from tpu2edge.devices import install_devices
+    from tpu2edge.requests import InstallRequest
+
+    asked = InstallRequest.from_json(request)
+    found = install_devices(asked.names, files=asked.device_files, progress=context.progress)
+    failed = any(one["state"] != "ready" for one in found)
+    return {"devices": found, "exit_code": 4 if failed else 0}
+
+
 def run_capture(request: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """The work of ``tpu2edge capture``."""
     from tpu2edge.capturing import capture_source, describe_reference
@@ -152,6 +163,7 @@ JOBS: dict[str, Job] = {
     "export": run_export,
     "quantize": run_quantize,
     "check": run_check,
+    "install": run_install,
     "capture": run_capture,
     "survey": run_survey,
 }

@@ -14,6 +14,7 @@ __all__ = [
     "CalibrationData",
     "CalibrationMethod",
     "Checkpoint",
+    "DeviceFiles",
     "Devices",
     "KeepFloat",
     "Metric",
@@ -110,7 +111,17 @@ BundleForce = Annotated[
 ]
 Devices = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="Where to run the files. Repeatable. [host]"),
+    typer.Option(
+        metavar="NAME",
+        help="Where to run the files: host, arm-v8.2-dotprod … (`tpu2edge devices` lists them), or all "
+        "that are ready. Repeatable, or joined by commas. [host]",
+    ),
+]
+DeviceFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="TOML", help="A device profile of your own, to run the files on too. Repeatable."
+    ),
 ]
 Threads = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Threads for running the files.")

@@ -28,8 +28,10 @@ __all__ = [
     "model_json",
     "print_capture",
     "print_check",
+    "print_devices",
     "print_diagnosis",
     "print_export",
+    "print_installed",
     "print_json",
     "print_model",
     "print_parity",
@@ -79,6 +81,7 @@ class ParityRow:
     reasons: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()  # what to know about it, whatever the verdict
     split: str = ""  # which step spends the error, in words
+    host_error: float | None = None  # largest difference to this machine, over the range
     is_tpu: bool = False  # whether it is held to a TPU's outputs
 
 
@@ -105,6 +108,9 @@ def _row(case: Mapping[str, Any]) -> ParityRow:
         flags=tuple(r["text"] for r in case["reasons"] if r["code"].startswith("flag-")),
         split=case.get("in_words") or "",
         is_tpu=bool((case["error_split"] or {}).get("tpu_db")),
+        host_error=None
+        if (against := case.get("against_host")) is None or against["range_error"] is None
+        else float(against["range_error"]),
         **numbers,
     )
 
@@ -155,6 +161,45 @@ def print_check(outcome: Outcome, target: Path, *, as_json: bool, quiet: bool) -
     print_parity(report, sizes=sizes, table=not quiet)
     word = "success" if outcome.exit_code == 0 else _word(outcome.exit_code)
     print(f"check {word} {outcome.seconds:.1f}s, {len(rows_of(report))} outputs of '{target}'")
+
+
+_STATES = {"ready": "green", "missing": "yellow", "impossible": "dim"}
+
+
+def print_devices(found: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
+    """Every device with its state, and in words how to get it or why it is not for here."""
+    if as_json:
+        print_json({"devices": list(found)})
+        return
+    from rich.text import Text
+
+    drawn = _table("device", "state", "what it stands for", "")
+    for one in found:
+        drawn.add_row(
+            Text(one["name"]),
+            Text(one["state"], style=_STATES[one["state"]]),
+            Text(one["description"]),
+            Text(f"{one['text']} {one['slow']}".strip()),
+        )
+    _console().print(drawn)
+    missing = [one["name"] for one in found if one["state"] == "missing"]
+    if missing:
+        print(f"next: tpu2edge devices install {' '.join(missing)}")
+
+
+def print_installed(outcome: Outcome, *, as_json: bool) -> None:
+    """What became of each device that was to be installed."""
+    found = outcome.result["devices"]
+    if as_json:
+        print_json({"exit_code": outcome.exit_code, "devices": found})
+        return
+    for one in found:
+        print(f"{one['name']}: {one['state']}: {one['text']} {one['slow']}".rstrip())
+    if not found:
+        print("nothing to install: every device that can be used here is ready")
+    ready = [one["name"] for one in found if one["state"] == "ready"]
+    if ready:
+        print(f"next: tpu2edge check BUNDLE --device {','.join(['host', *ready])}")
 
 
 def print_search(search: Mapping[str, Any]) -> None:
@@ -297,6 +342,8 @@ def print_parity(
     if table:
         print(f"compared with {report['reference']}")
         console.print(_parity_table(rows, sizes or {}))
+    for text in report.get("device_words", ()):
+        print(f"    {text}")
     said: dict[tuple[str, str, str, str], list[str]] = {}
     for row in rows:
         lines = [(row.verdict, text) for text in row.reasons]
@@ -321,10 +368,10 @@ def print_parity(
 def _parity_table(rows: Sequence[ParityRow], sizes: Mapping[str, int]) -> Table:
     from rich.text import Text
 
-    drawn = _table(
-        "model", ">size", "device", "output", ">SQNR dB worst / median", ">error/range",
-        ">max abs", ">top-1", "verdict",
-    )  # fmt: skip
+    has_devices = any(row.host_error is not None for row in rows)
+    columns = ["model", ">size", "device", "output", ">SQNR dB worst / median", ">error/range"]
+    columns += [">max abs", ">top-1", *([">from host"] if has_devices else []), "verdict"]
+    drawn = _table(*columns)
     has_signatures = len({row.signature for row in rows}) > 1
     for row in rows:
         size = sizes.get(row.model)
@@ -338,6 +385,7 @@ def _parity_table(rows: Sequence[ParityRow], sizes: Mapping[str, int]) -> Table:
             _small(row.range_error),
             _small(row.max_abs),
             "–" if row.top1 is None else f"{row.top1:.2%}",
+            *([_small(row.host_error)] if has_devices else []),
             Text(row.verdict, style=_COLORS.get(row.verdict, "")),
         )
     return drawn

@@ -267,6 +267,33 @@ class Budget:
         """The same as text, as :meth:`parse` reads it."""
         return ",".join(str(bound) for bound in self.bounds(output, is_float=is_float)) or "none"
 
+    def relaxed(self, range_error: float, why: str) -> Budget:
+        """The budget with what another device may add: an error of ``range_error`` of the range.
+
+        Errors over the range get it added; an SQNR of S dB becomes -20 log10(10^(-S/20) + range_error),
+        as if the added error were that share of the signal; integers may differ in that share more.
+        Bounds on absolute errors, cosines, top-1 and the task metric stay: they say what is needed.
+        """
+        if range_error <= 0:
+            return self
+
+        def wider(bound: Bound) -> Bound:
+            if bound.metric.startswith("sqnr"):
+                amplitude = 10 ** (-bound.value / 20) + range_error
+                return Bound(metric=bound.metric, value=round(-20 * math.log10(amplitude), 2))
+            if bound.metric in ("range_error", "mismatch"):
+                return Bound(metric=bound.metric, value=bound.value + range_error)
+            return bound
+
+        return Budget(
+            floats=tuple(map(wider, self.floats)),
+            integers=tuple(map(wider, self.integers)),
+            outputs={name: tuple(map(wider, bounds)) for name, bounds in self.outputs.items()},
+            may_be_constant=self.may_be_constant,
+            source=f"{self.source}; {why}",
+            task=self.task,
+        )
+
     def unknown_outputs(self, known: Iterable[str]) -> list[str]:
         """Outputs that the budget names but the model does not have."""
         names = set(known)

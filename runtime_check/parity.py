@@ -12,7 +12,9 @@ import numpy as np
 
 from tpu2edge.errors import DataError, DeviceError, OptionError, Place
 from tpu2edge.runtime_check.budget import Budget
+from tpu2edge.runtime_check.devices.cache import CachedSession
 from tpu2edge.runtime_check.devices.client import Session, Tap
+from tpu2edge.runtime_check.devices.profiles import Profile
 from tpu2edge.runtime_check.metrics import OutputMeter, OutputMetrics
 from tpu2edge.runtime_check.reference.store import Reference, ReferenceWriter
 from tpu2edge.runtime_check.report.cases import (
@@ -44,6 +46,7 @@ __all__ = [
     "check_model",
     "check_taps",
     "fit_sample",
+    "is_host",
     "noise_floor",
     "real_values",
 ]
@@ -59,8 +62,7 @@ def check_model(
     conversion: Budget | None = None,
     floor: Mapping[str, OutputMetrics] | None = None,
     float_outputs: Reference | None = None,
-    device: str = "host",
-    command: Sequence[str] | None = None,
+    profile: Profile | None = None,
     threads: int | None = None,
     signature: str | None = None,
     constant_outputs: frozenset[str] = frozenset(),
@@ -83,8 +85,8 @@ def check_model(
         floor: the reference against the oracle (:func:`noise_floor`), for the rows whose arg-max the
             TPU's own rounding can flip.
         float_outputs: the float file's own outputs, to tell conversion from quantization.
-        device: name for the report.
-        command: what starts the worker; this machine's if None.
+        profile: the device; this machine if None. Elsewhere the file runs on this machine too, to
+            tell the device's part of the error, and the budget gets what the profile's tolerance adds.
         threads: LiteRT threads.
         signature: the signature to check; the reference's own name by default.
         constant_outputs: outputs known not to depend on any input.
@@ -108,6 +110,11 @@ def check_model(
     if unknown := budget.unknown_outputs(known):
         raise OptionError(f"--budget names no output {unknown}", do=f"outputs: {known}")
     constant = constant_outputs | budget.may_be_constant
+    device = profile.name if profile is not None else "host"
+    if profile is not None and (added := profile.tolerance.range_error(model.recipe)):
+        budget = budget.relaxed(
+            added, f"{device} may add {added:g} of the range ({profile.tolerance.name})"
+        )
     cases = _Cases(model, device, expected, budget, conversion if eager is not None else None)
     if not len(reference):
         raise DataError("the reference holds no sample", do="give at least one sample")
@@ -125,9 +132,7 @@ def check_model(
     times: dict[str, Any] = {}
     given: list[Tensors] | None = [] if metric is not None else None
     try:
-        with Session(
-            model.path, command=command, threads=threads, device=device, log=log
-        ) as session:
+        with _opened(model.path, profile, threads, log) as session:
             actual = _matching(session.signatures, signature, expected.name)
             if fault := _missing_outputs(expected, actual):
                 return report(cases.all(Verdict.FAIL, fault), {})
@@ -143,6 +148,9 @@ def check_model(
                     keep,
                     model.recipe,
                     _is_tpu(reference),
+                    None
+                    if is_host(profile)
+                    else _host_outputs(model, reference, actual, threads, log),
                 ),
                 lambda done: progress(stage, done, len(reference)),
                 given,
@@ -159,6 +167,41 @@ def check_model(
     if metric is not None and given is not None:
         found += (cases.judge_task(_task_value(metric, reference, given)),)
     return report(found, times)
+
+
+def is_host(profile: Profile | None) -> bool:
+    """Whether a device is this machine as it is."""
+    return profile is None or profile.name == "host"
+
+
+def _opened(
+    model: Path, profile: Profile | None, threads: int | None, log: IO[bytes] | None
+) -> Session | CachedSession:
+    if profile is None or is_host(profile):
+        return Session(model, threads=threads, log=log)
+    return CachedSession(model, profile, threads=threads, log=log)
+
+
+def _host_outputs(
+    model: EdgeModel,
+    reference: Reference,
+    actual: Signature,
+    threads: int | None,
+    log: IO[bytes] | None,
+) -> list[dict[str, Array]] | None:
+    """What the file gives on this machine; None where it does not run here."""
+    feeds = (
+        fit_sample(reference.inputs(i), actual, name) for i, name in enumerate(reference.sample_ids)
+    )
+    specs = {spec.name: spec for spec in actual.outputs}
+    try:
+        with Session(model.path, threads=threads, log=log) as session:
+            return [
+                {name: real_values(array, specs[name]) for name, array in outputs.items()}
+                for outputs in session.run(actual.name, feeds)
+            ]
+    except DeviceError:
+        return None
 
 
 def _task_value(metric: TaskMetric, reference: Reference, given: Sequence[Tensors]) -> TaskValue:
@@ -279,17 +322,22 @@ class _Side:
     keep: Path | None
     recipe: str
     is_tpu: bool  # whether the reference is a TPU's, captured or predicted
+    host: Sequence[Tensors] | None = None  # the same file's outputs on this machine
 
 
 class _Output:
     """All that is gathered about one output while the samples go by."""
 
-    def __init__(self, error_bound: float | None, has_eager: bool, is_tpu: bool) -> None:
+    def __init__(
+        self, error_bound: float | None, has_eager: bool, is_tpu: bool, has_host: bool
+    ) -> None:
         self.is_tpu = is_tpu
+        self.host_meter = OutputMeter() if has_host else None
         self.meter = OutputMeter(error_bound)
         self.eager_meter = OutputMeter() if has_eager else None
         self.fault: Reason | None = None
-        self.steps = dict.fromkeys(("tpu", "float32", "conversion", "quantization", "edge"), 0.0)
+        steps = ("tpu", "float32", "conversion", "quantization", "device", "edge")
+        self.steps = dict.fromkeys(steps, 0.0)
         self.signal = 0.0
         self.has_split = self.has_float = False
 
@@ -303,6 +351,7 @@ class _Output:
             quantization_db=db["quantization"] if quantized else None,
             tpu_db=db["tpu"] if self.is_tpu else None,
             edge_db=db["edge"],
+            device_db=db["device"] if self.host_meter is not None else None,
         )
 
 
@@ -315,7 +364,7 @@ def _db(signal: float, noise: float) -> float:
 
 
 def _run(
-    session: Session,
+    session: Session | CachedSession,
     actual: Signature,
     reference: Reference,
     side: _Side,
@@ -354,7 +403,7 @@ def _is_tpu(reference: Reference) -> bool:
 
 def _new_output(name: str, side: _Side) -> _Output:
     bound = side.floor[name].max_abs if name in side.floor else None
-    return _Output(bound, side.eager is not None, side.is_tpu)
+    return _Output(bound, side.eager is not None, side.is_tpu, side.host is not None)
 
 
 def _gather(
@@ -378,8 +427,11 @@ def _gather(
             continue
         if output.eager_meter is not None:
             output.eager_meter.add(identity, eager[name], found)
+        host = side.host[index][name] if side.host is not None else None
+        if output.host_meter is not None and host is not None:
+            output.host_meter.add(identity, host, found)
         if oracle is not None:
-            steps = _Steps(oracle[name], truth[name], eager[name], base.get(name), found)
+            steps = _Steps(oracle[name], truth[name], eager[name], base.get(name), host, found)
             _add_split(output, steps, side.recipe != "float32")
 
 
@@ -489,21 +541,23 @@ class _Steps:
     reference: Array
     eager: Array
     floating: Array | None  # the float file's, when the file is quantized
+    host: Array | None  # the file's own on this machine, when it runs on another device
     edge: Array
 
 
 def _add_split(output: _Output, at: _Steps, quantized: bool) -> None:
     if np.asarray(at.oracle).dtype.kind != "f" or np.shape(at.oracle) != np.shape(at.edge):
         return
-    stations = [at.oracle, at.reference, at.eager, at.edge]
+    here = at.edge if at.host is None else at.host
+    stations = [at.oracle, at.reference, at.eager, at.edge, here]
     output.has_float = output.has_float or at.floating is not None
     if quantized and at.floating is not None:
         stations.append(at.floating)
     wide = [np.asarray(station).astype(np.float64) for station in stations]
     finite = np.logical_and.reduce([np.isfinite(station) for station in wide])
-    o, r, e, d, *rest = (station[finite] for station in wide)
+    o, r, e, d, h, *rest = (station[finite] for station in wide)
     # Without the float file's outputs the conversion counts into the quantization.
-    c = d if not quantized else (rest[0] if rest else e)
+    c = h if not quantized else (rest[0] if rest else e)
     output.has_split = True
     output.signal += float(o @ o)
     steps = output.steps
@@ -511,7 +565,8 @@ def _add_split(output: _Output, at: _Steps, quantized: bool) -> None:
     steps["float32"] += float(np.sum((e - o) ** 2))
     steps["edge"] += float(np.sum((d - o) ** 2))
     steps["conversion"] += float(np.sum((c - e) ** 2))
-    steps["quantization"] += float(np.sum((d - c) ** 2))
+    steps["quantization"] += float(np.sum((h - c) ** 2))
+    steps["device"] += float(np.sum((d - h) ** 2))
 
 
 def noise_floor(
@@ -578,6 +633,7 @@ class _Cases:
             metrics=metrics,
             split=gathered.split(self.model.recipe != "float32"),
             against_eager=gathered.eager_meter.metrics() if gathered.eager_meter else None,
+            against_host=gathered.host_meter.metrics() if gathered.host_meter else None,
         )
 
     def judge_task(self, value: TaskValue) -> CaseReport:

@@ -47,6 +47,7 @@ class ErrorSplit:
     quantization_db: float | None = None
     tpu_db: float | None = None
     edge_db: float | None = None
+    device_db: float | None = None  # device - host, the same file; None on the host itself
 
     @property
     def as_right_as_tpu(self) -> bool:
@@ -57,12 +58,13 @@ class ErrorSplit:
 
     @property
     def largest(self) -> str:
-        """The step that spends most of the budget: tpu, float32, conversion or quantization."""
+        """The step that spends most of the budget: tpu, float32, conversion, quantization, device."""
         steps = {
             "tpu": self.tpu_db,
             "float32": self.float32_db,
             "conversion": self.conversion_db,
             "quantization": self.quantization_db,
+            "device": self.device_db,
         }
         known = {name: value for name, value in steps.items() if value is not None}
         return min(known, key=lambda name: known[name])
@@ -84,6 +86,7 @@ class CaseReport:
     split: ErrorSplit | None = None
     against_eager: OutputMetrics | None = None  # when the reference is not the eager module itself
     task: TaskValue | None = None  # a case of the user's own metric, over all outputs
+    against_host: OutputMetrics | None = None  # on another device: the same file on this machine
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -95,6 +98,11 @@ class CaseReport:
                 "quantization_db": _plain(self.split.quantization_db),
                 "tpu_db": _plain(self.split.tpu_db),
                 "edge_db": _plain(self.split.edge_db),
+                **(
+                    {"device_db": _plain(self.split.device_db)}
+                    if self.split.device_db is not None
+                    else {}
+                ),
                 "largest": self.split.largest,
             }
         return {
@@ -111,6 +119,7 @@ class CaseReport:
             "error_split": split,
             "in_words": _in_words(self),
             **({"task": self.task.to_json()} if self.task else {}),
+            **({"against_host": self.against_host.to_json()} if self.against_host else {}),
         }
 
     @classmethod
@@ -135,11 +144,15 @@ class CaseReport:
                 quantization_db=_optional(split["quantization_db"]),
                 tpu_db=_optional(split.get("tpu_db")),
                 edge_db=_optional(split.get("edge_db")),
+                device_db=_optional(split.get("device_db")),
             ),
             against_eager=OutputMetrics.from_json(data["against_eager"])
             if data.get("against_eager")
             else None,
             task=TaskValue(**data["task"]) if data.get("task") else None,
+            against_host=OutputMetrics.from_json(data["against_host"])
+            if data.get("against_host")
+            else None,
         )
 
 
@@ -185,6 +198,27 @@ class ParityReport:
         """0 all PASS, 1 a FAIL, 4 an ERROR."""
         return {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.ERROR: 4}[self.verdict]
 
+    @property
+    def device_words(self) -> tuple[str, ...]:
+        """Where a device gives another verdict than this machine, one sentence each."""
+        host = {
+            (c.model, c.signature, c.output): c.verdict for c in self.cases if c.device == "host"
+        }
+        found: list[str] = []
+        for case in self.cases:
+            here = host.get((case.model, case.signature, case.output))
+            if case.device == "host" or here is None or here is case.verdict:
+                continue
+            text = (
+                f"{case.recipe}, '{case.output}': {here} on host, {case.verdict} on {case.device}"
+            )
+            if case.against_host is not None and case.against_host.range_error is not None:
+                text += (
+                    f", whose kernels move it by {case.against_host.range_error:.2g} of its range"
+                )
+            found.append(text)
+        return tuple(found)
+
     def case(
         self,
         output: str,
@@ -212,6 +246,8 @@ class ParityReport:
             "samples": self.samples,
             "cases": [case.to_json() for case in self.cases],
         }
+        if words := self.device_words:
+            data["device_words"] = list(words)
         if times:
             data["times"] = dict(self.times)
         return data
@@ -237,6 +273,7 @@ _STEP_WORDS = {
     "float32": "rounding to float32",
     "conversion": "the conversion",
     "quantization": "the quantization",
+    "device": "the device's kernels",
 }
 
 

@@ -61,7 +61,7 @@ def check_parity(
     from tpu2edge.runtime_check.parity import check_model
     from tpu2edge.runtime_check.reference import Reference
 
-    (device,) = known_devices([device])
+    (profile,) = known_devices([device])
     if not isinstance(model, EdgeModel):
         model = _edge_model(Path(model))
     if not isinstance(reference, Reference):
@@ -75,7 +75,7 @@ def check_parity(
         reference,
         full,
         oracle=oracle,
-        device=device,
+        profile=profile,
         threads=thread_count(threads),
         signature=signature,
         progress=progress,
@@ -96,8 +96,10 @@ def check_target(
     from tpu2edge.runtime_check.budget import Budget, default_budget
     from tpu2edge.runtime_check.parity import ParityReport, check_model
     from tpu2edge.runtime_check.reference import Reference
+    from tpu2edge.runtime_check.task_metric import load_task_metric
 
-    devices = known_devices(request.devices)
+    devices = known_devices(request.devices, request.device_files)
+    metric = load_task_metric(request.metric) if request.metric is not None else None
     progress("load")
     reports: list[ParityReport] = []
     # What each signature is held to, and its outputs that depend on no input.
@@ -136,7 +138,7 @@ def check_target(
     with log_stream(log_path) as log:
         for device in devices:
             for model in models:
-                for truth, constant in checks:
+                for place, (truth, constant) in enumerate(checks):
                     report = check_model(
                         model,
                         truth.reference,
@@ -145,16 +147,22 @@ def check_target(
                         eager=truth.eager,
                         conversion=default_budget("float32"),
                         floor=truth.floor,
-                        device=device,
+                        profile=device,
                         threads=thread_count(request.threads),
                         signature=request.signature,
                         constant_outputs=constant,
                         other_outputs=frozenset(others),
+                        metric=metric if place == 0 else None,
                         log=log,
                         progress=progress,
                     )
                     reports.append(report)
-    return reduce(ParityReport.merged, reports)
+    merged = reduce(ParityReport.merged, reports)
+    if request.junit is not None:
+        from tpu2edge.runtime_check.report.junit import write_junit
+
+        write_junit(request.junit, merged, suite=request.target.name)
+    return merged
 
 
 def _edge_model(path: Path) -> EdgeModel:

@@ -129,7 +129,7 @@ class ExportJob:
                     "notes": [{"code": note.code, "text": note.text} for note in self.notes],
                     "seed": self.seed,
                     "threads": self.family.threads,
-                    "devices": list(self.family.devices),
+                    "devices": [device.name for device in self.family.devices],
                 },
                 stages_s=self.progress.seconds,
                 started=started,

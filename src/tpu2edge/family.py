@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tpu2edge.quantize.recipes import Recipe
     from tpu2edge.runtime_check.budget import Budget
     from tpu2edge.runtime_check.devices.client import Tap
+    from tpu2edge.runtime_check.devices.profiles import Profile
     from tpu2edge.runtime_check.parity import CaseReport, ParityReport
     from tpu2edge.runtime_check.task_metric import TaskMetric
     from tpu2edge.truths import Truth
@@ -59,7 +60,7 @@ class FamilyOptions:
     metric: TaskMetric | None = None
     optimize: str = "size"
     time_limit_s: float | None = None
-    devices: tuple[str, ...] = ("host",)
+    devices: tuple[Profile, ...] = ()
     threads: int | None = None
 
     @property
@@ -294,7 +295,7 @@ class Family:
         self, file: Path, recipe: str, about: Mapping[str, Any]
     ) -> tuple[ParityReport, Made]:
         """One file on all devices with the samples of all signatures."""
-        from tpu2edge.runtime_check.parity import ParityReport
+        from tpu2edge.runtime_check.parity import ParityReport, is_host
 
         model = EdgeModel(
             path=file,
@@ -305,26 +306,28 @@ class Family:
         )
         budget = self.options.budget_of(recipe, [part.truth for part in self.parts])
         reports: list[ParityReport] = []
-        for device in self.options.devices:
+        for device in self.options.devices or (None,):
             for part in self.parts:
                 report = self._check(model, budget, device, part)
-                if self.is_new and recipe in (FLOAT, self.as_it_came) and device == "host":
+                if self.is_new and recipe in (FLOAT, self.as_it_came) and is_host(device):
                     refuse_unrunnable(report, file, self.nodes)
-                if device == "host":
+                if is_host(device):
                     cases = self._check_taps(model, budget, part)
                     report = replace(report, cases=(*report.cases, *cases))
                 reports.append(report)
         return reduce(ParityReport.merged, reports), Made(model=model, budget=budget, about=about)
 
-    def _check(self, model: EdgeModel, budget: Budget, device: str, part: Part) -> ParityReport:
+    def _check(
+        self, model: EdgeModel, budget: Budget, device: Profile | None, part: Part
+    ) -> ParityReport:
         from tpu2edge.runtime_check.budget import default_budget
-        from tpu2edge.runtime_check.parity import check_model
+        from tpu2edge.runtime_check.parity import check_model, is_host
         from tpu2edge.runtime_check.reference import Reference
 
         # The float file's own outputs tell conversion from quantization.
         kept = self.folder / part.where / _KEPT
         is_float = model.recipe == FLOAT
-        keep = is_float and device == "host" and any(name != FLOAT for name in self.options.names)
+        keep = is_float and is_host(device) and any(name != FLOAT for name in self.options.names)
         known = not is_float and (kept / "manifest.json").is_file()
         truth = part.truth
         return check_model(
@@ -336,7 +339,7 @@ class Family:
             conversion=default_budget(FLOAT),
             floor=truth.floor,
             float_outputs=Reference.load(kept, verify=False) if known else None,
-            device=device,
+            profile=device,
             threads=self.options.threads,
             constant_outputs=part.constant_outputs,
             other_outputs=frozenset(

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from tpu2edge.quantize.recipes import Recipe
     from tpu2edge.requests import FamilyRequest
     from tpu2edge.runtime_check.budget import Budget
+    from tpu2edge.runtime_check.devices.profiles import Profile
 
 __all__ = [
-    "DEVICES",
     "budget_texts",
     "chosen_estimator",
     "chosen_recipes",
@@ -29,8 +29,6 @@ __all__ = [
     "parse_shapes",
     "thread_count",
 ]
-
-DEVICES = ("host",)
 
 
 def chosen_recipes(names: Sequence[str | Path]) -> tuple[Recipe, ...]:
@@ -94,6 +92,7 @@ def family_options(
     optimize: str = "size",
     time_limit_s: float | None = None,
     devices: Sequence[str] = ("host",),
+    device_files: Sequence[Path] = (),
     threads: int | None = None,
 ) -> FamilyOptions:
     """What a family of files is asked for, checked before any work is done.
@@ -138,7 +137,7 @@ def family_options(
         metric=load_task_metric(metric) if metric is not None else None,
         optimize=optimize,
         time_limit_s=time_limit_s,
-        devices=known_devices(devices),
+        devices=known_devices(devices, device_files),
         threads=thread_count(threads),
     )
     bounds = [options.budget_of(name).task for name in options.names]
@@ -162,20 +161,37 @@ def options_of(request: FamilyRequest) -> FamilyOptions:
         optimize=request.optimize,
         time_limit_s=request.time_limit_s,
         devices=request.devices,
+        device_files=request.device_files,
         threads=request.threads,
     )
 
 
-def known_devices(names: Sequence[str]) -> tuple[str, ...]:
-    """The names of devices, each once; "host" if there is none.
+def known_devices(names: Sequence[str], files: Sequence[Path] = ()) -> tuple[Profile, ...]:
+    """The profiles of devices, each once; this machine if there is none. "all" stands for those that
+    are ready; names may be joined by commas.
+
+    Args:
+        names: of profiles: the package's, the user's own, or those in ``files``.
+        files: profiles of the user's (TOML), which are meant as well.
 
     Raises:
-        OptionError: an unknown name.
+        OptionError: an unknown name, or a file that is no profile.
     """
-    for name in names:
-        if name not in DEVICES:
-            raise OptionError(f"unknown device '{name}'", do=f"known: {', '.join(DEVICES)}")
-    return tuple(dict.fromkeys(names)) or ("host",)
+    from tpu2edge.runtime_check.devices.profiles import load_profile, profile_named, profiles
+    from tpu2edge.runtime_check.devices.runners import state_of
+
+    if isinstance(names, str):
+        names = (names,)
+    found: dict[str, Profile] = {}
+    for name in (part.strip() for text in names for part in text.split(",") if part.strip()):
+        if name == "all":
+            found.update((key, one) for key, one in profiles(files).items() if state_of(one).ready)
+        else:
+            found[name] = profile_named(name, files)
+    for file in files:
+        one = load_profile(file)
+        found[one.name] = one
+    return tuple(found.values()) or (profile_named("host"),)
 
 
 def thread_count(count: int | None) -> int | None:

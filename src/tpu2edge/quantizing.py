@@ -194,7 +194,7 @@ class _Job:
                     "notes": [{"code": note.code, "text": note.text} for note in self.notes],
                     "seed": self.seed,
                     "threads": self.options.threads,
-                    "devices": list(self.options.devices),
+                    "devices": [device.name for device in self.options.devices],
                 },
                 stages_s=self.progress.seconds,
                 started=started,

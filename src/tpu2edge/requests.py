@@ -19,6 +19,7 @@ __all__ = [
     "ExportRequest",
     "FamilyRequest",
     "ImportRequest",
+    "InstallRequest",
     "QuantizeRequest",
     "Request",
     "SurveyRequest",
@@ -71,7 +72,8 @@ class FamilyRequest(Request):
     optimize: str = "size"
     time_limit_s: float | None = None
     budgets: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ("host",)
+    devices: tuple[str, ...] = ()
+    device_files: tuple[Path, ...] = ()
     threads: int | None = None
     inputs: tuple[Path, ...] = ()
     num_samples: int | None = None  # None: by the size of the weights
@@ -107,11 +109,21 @@ class CheckRequest(Request):
 
     target: Path
     reference: Path | None = None
-    inputs: tuple[Path, ...] = ()
     budgets: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ("host",)
+    devices: tuple[str, ...] = ()
+    device_files: tuple[Path, ...] = ()
     threads: int | None = None
     signature: str | None = None
+    metric: str | None = None
+    junit: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InstallRequest(Request):
+    """What ``tpu2edge devices install`` was asked for."""
+
+    names: tuple[str, ...] = ()
+    device_files: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
