@@ -74,6 +74,7 @@ class Calibration:
     unmeasured: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
     samples_per_s: float = 0.0  # of the runs alone, without the start of the process
+    cpu_ms: float = 0.0  # of one run, counting included
 
     def ranges(self, estimator: str = "minmax", *, bits: int = 8) -> Ranges:
         """The range of each tensor by ``estimator``, for activations of ``bits`` bits.
@@ -143,6 +144,7 @@ class Calibration:
             "unmeasured": self.unmeasured,
             "notes": [[note.code, note.text] for note in self.notes],
             "samples_per_s": self.samples_per_s,
+            "cpu_ms": self.cpu_ms,
             "histograms": [
                 [name, h.exponent, h.base, h.zeros] for name, h in self.histograms.items()
             ],
@@ -193,6 +195,7 @@ class Calibration:
                     unmeasured=tuple(meta["unmeasured"]),
                     notes=tuple(Note(code=code, text=text) for code, text in meta["notes"]),
                     samples_per_s=meta["samples_per_s"],
+                    cpu_ms=meta["cpu_ms"],
                 )
         except BundleError:
             raise
@@ -638,7 +641,7 @@ class _Plan:
                 ranks.append(len(tensor.shape))
                 table.append((known.low, known.high, known.low, known.high, *floor))
         columns = np.array(table, np.float32).reshape(len(names), 6)
-        seconds = float(data["seconds"])
+        seconds, cpu_seconds = data["times"].tolist()
         return Calibration(
             source_sha256=source_sha256,
             samples=samples,
@@ -654,6 +657,7 @@ class _Plan:
             unmeasured=tuple(unmeasured),
             notes=_notes(bad, unmeasured),
             samples_per_s=runs / seconds if seconds else 0.0,
+            cpu_ms=cpu_seconds * 1e3 / runs if runs else 0.0,
         )
 
     def _floors(

@@ -682,11 +682,11 @@ class _Reader:
         return options
 
     def _activation(self, op: Any) -> str | None:
-        kind, table = (
-            _names("BuiltinOptions").get(int(op.BuiltinOptionsType())),
-            op.BuiltinOptions(),
-        )
-        options = getattr(self.schema, kind, None) if kind and table is not None else None
+        table = op.BuiltinOptions()
+        if table is None:
+            return None
+        kind = _names("BuiltinOptions").get(int(op.BuiltinOptionsType()), "")
+        options = getattr(self.schema, kind, None)
         if options is None or not hasattr(options, "FusedActivationFunction"):
             return None
         read = options()

@@ -13,6 +13,7 @@ import pytest
 
 from tpu2edge.errors import BundleError, DataError, DeviceError, OptionError
 from tpu2edge.files import sha256_of
+from tpu2edge.flatbuffer import read_tflite
 from tpu2edge.quantize import calibrate as module
 from tpu2edge.quantize.apply import quantize_file
 from tpu2edge.quantize.calibrate import Calibration, calibrate, check_samples
@@ -233,6 +234,8 @@ def test_all_rounds_of_a_loop_are_counted(tmp_path, write_graphs):
     builder = flatbuffers.Builder(1024)
     builder.Finish(model.Pack(builder), b"TFL3")
     path.write_bytes(bytes(builder.Output()))
+    (loop,) = read_tflite(path).subgraphs[0].operators
+    assert (loop.name, loop.subgraphs) == ("WHILE", (1, 2))
     start = np.int32(0).reshape(())
     samples = [{"i": start, "x": np.float32(x)} for x in ([1, -1], [0.5, 3])]
     found = calibrate(path, {KEY: samples}, estimators=["mse"])

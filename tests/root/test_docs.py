@@ -21,6 +21,7 @@ DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
     "docs/budgets.md",
+    "docs/quantization.md",
     "docs/architecture.md",
     "docs/tpu.md",
 )

@@ -97,6 +97,12 @@ def test_a_converted_model_is_read_as_litert_itself_reads_it() -> None:
             np.testing.assert_array_equal(file.constant(t.index), interpreter.get_tensor(t.index))
 
 
+def test_an_activation_that_is_part_of_an_operator_is_told() -> None:
+    (graph,) = read_tflite(DATA / "small.float32.tflite").subgraphs
+    fused = [(op.name, op.activation) for op in graph.operators if op.activation]
+    assert fused == [("CONV_2D", "RELU"), ("FULLY_CONNECTED", "RELU")]
+
+
 def test_a_static_int8_model_has_its_scales_at_the_boundary_and_no_float_left() -> None:
     path = DATA / "small.static_wi8_ai8.tflite"
     file = read_tflite(path)
