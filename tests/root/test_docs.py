@@ -111,7 +111,7 @@ def test_the_table_of_default_budgets_is_that_of_the_code() -> None:
     rows = re.findall(r"^\| (`[^|]+`) \| `([^|]+)` \| `([^|]+)` \|$", text, re.MULTILINE)
     told: dict[str, tuple[str, str]] = {}
     for names, floats, integers in rows:
-        for name in re.findall(r"`(\w+)`", names):
+        for name in re.findall(r"`([\w-]+)`", names):
             told[name] = (floats, integers)
     for name in RECIPES:
         budget = default_budget(name)
