@@ -498,6 +498,9 @@ _FAMILIES = (
     ("int4", r"(dynamic|weight_only)_wi[24]\w*|default_af32w4float|int[24](-[a-z]+\d*)*"),
     ("static-int16", r"static_wi\d_ai16|default_a16w8|int16-static(-io)?"),
     ("static-int8", r"static_wi\d_ai8|default_a8w8|int8-static(-io)?|as_quantized_static\w*"),
-    ("weight-int8", r"weight_only_wi8\w*|default_af32w8float|int8-weight-only|as_quantized_weights\w*"),
+    (
+        "weight-int8",
+        r"weight_only_wi8\w*|default_af32w8float|int8-weight-only|as_quantized_weights\w*",
+    ),
     ("dynamic-int8", r"dynamic_(legacy_)?wi8\w*|int8|as_quantized(_dynamic)?"),
 )
