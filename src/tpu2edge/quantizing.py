@@ -416,8 +416,9 @@ def _refuse_quantized(base: Path) -> None:
     from tpu2edge.errors import QuantizationError
 
     summary = summarize(read_tflite(base))
-    if summary.weight_bytes and summary.float_share < 0.01:
-        kinds = ", ".join(summary.weight_bytes_by_kind)
+    large = [weight for weight in summary.weights if len(weight.shape) > 1]  # biases stay float
+    if large and not any(weight.is_float for weight in large):
+        kinds = ", ".join(dict.fromkeys(weight.stored_as for weight in large))
         raise QuantizationError(
             f"the weights are quantized already ({kinds})",
             do="begin with the float file",

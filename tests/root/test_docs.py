@@ -13,7 +13,7 @@ import pytest
 from typer.main import get_command
 
 from tpu2edge.cli.app import app
-from tpu2edge.quantize.recipes import RECIPES
+from tpu2edge.quantize.recipes import PLAIN_NAMES, RECIPES
 from tpu2edge.runtime_check.budget import default_budget
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ def test_the_table_of_default_budgets_is_that_of_the_code() -> None:
     rows = re.findall(r"^\| (`[^|]+`) \| `([^|]+)` \| `([^|]+)` \|$", text, re.MULTILINE)
     told: dict[str, tuple[str, str]] = {}
     for names, floats, integers in rows:
-        for name in re.findall(r"`(\w+)`", names):
+        for name in re.findall(r"`([\w-]+)`", names):
             told[name] = (floats, integers)
     for name in RECIPES:
         budget = default_budget(name)
@@ -121,3 +121,11 @@ def test_the_table_of_default_budgets_is_that_of_the_code() -> None:
             budget.describe("", is_float=False),
         )
     assert set(told) == set(RECIPES)
+
+
+def test_the_table_of_recipes_has_every_recipe_and_every_other_name_is_told() -> None:
+    text = (ROOT / "docs" / "quantization.md").read_text()
+    rows = re.findall(r"^\| ([^|]*`[^|]*) \|", text, re.MULTILINE)
+    told = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
+    assert set(RECIPES) <= told <= {*RECIPES, *PLAIN_NAMES}
+    assert all(f"`{name}`" in text for name in PLAIN_NAMES)

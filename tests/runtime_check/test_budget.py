@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpu2edge.errors import OptionError
-from tpu2edge.quantize.recipes import RECIPES
+from tpu2edge.quantize.recipes import PLAIN_NAMES, RECIPES
 from tpu2edge.runtime_check.budget import DEFAULT_SOURCES, Bound, Budget, default_budget
 from tpu2edge.runtime_check.metrics import OutputMeter, OutputMetrics
 
@@ -147,6 +147,14 @@ def test_every_recipe_has_a_default_with_its_source():
         ("dynamic_wi4b32_afp32", 0),
         ("weight_only_wi4_afp32", 0),
         ("static_wi8_ai8", 5),
+        ("int8-static", 5),
+        ("int16-static-io", 10),
+        ("int4-block32", 0),
+        ("dynamic_wi2c_hr_afp32", 0),
+        ("int8-weight-only", 18),
+        ("weight_only_wi8_afp32-octav", 18),
+        ("mine.json", 10),
+        ("int4.json", 10),
     ],
 )
 def test_the_default_of_each_family_is_its_own(recipe, sqnr):
@@ -156,6 +164,12 @@ def test_the_default_of_each_family_is_its_own(recipe, sqnr):
 def test_the_float_default_passes_right_conversions_and_fails_a_dropped_transpose():
     bound = next(b for b in default_budget("float32").floats if b.metric == "range_error")
     assert 2e-5 < bound.value < 1.6e-3  # measured: right ones at most, wrong ones at least
+
+
+def test_only_unknown_recipes_have_the_default_of_a_custom_one():
+    for recipe in (*RECIPES, *PLAIN_NAMES, "int8-static-octav"):
+        assert not default_budget(recipe).source.startswith("default for custom")
+    assert "not one of the known" in default_budget("mine.json").source
 
 
 def test_no_default_rests_on_cosine():
