@@ -153,6 +153,19 @@ def make_affine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
+def write_graph(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Write a file of one graph; takes the fields of :class:`Graph`."""
+    folder = tmp_path_factory.mktemp("graphs")
+    made = iter(range(10_000))
+
+    def write(**fields: Any) -> Path:
+        whole = {"signature": "serving_default", "constants": {}, **fields}
+        return write_tflite(folder / f"{next(made)}.tflite", Graph(**whole))
+
+    return write
+
+
+@pytest.fixture(scope="session")
 def typed_tflite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One tensor of each kind in and out, a scalar and an empty one among them."""
     kinds: dict[str, tuple[str, Sequence[int]]] = {

@@ -126,9 +126,10 @@ class CachedSession:
 
     def _run(self, signature: str, samples: list[Tensors]) -> Iterator[dict[str, Array]]:
         session = self._started()
-        yield from session.run(signature, samples)
-        self.times = dict(session.times)
-        self.peak_rss_kb = session.peak_rss_kb
+        for outputs in session.run(signature, samples):
+            self.times = dict(session.times)
+            self.peak_rss_kb = session.peak_rss_kb
+            yield outputs
 
     def _started(self) -> Session:
         if self._session is None:

@@ -137,6 +137,7 @@ class Session:
         self._threads, self._kernels, self._taps = threads, kernels, tuple(taps)
         self.times: dict[str, float] = {}
         self.peak_rss_kb = 0
+        self._weights: dict[str, _Weight] = {}
         self._log = log
         self._timeout_s = timeout_s
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
@@ -231,7 +232,7 @@ class Session:
             DataError: a sample does not fit the signature.
             DeviceError: the process dies, hangs, LiteRT fails, or an output is not written.
         """
-        weight = _Weight()
+        weight = self._weights.setdefault(signature, _Weight())
         wanted = next((s for s in self.signatures if s.name == signature), None)
         if wanted is None:
             raise DataError(

@@ -87,6 +87,9 @@ def state(profile: Profile) -> State:
     ]
     if absent:
         return missing(profile, f"{', '.join(absent)} to fetch")
+    for part in parts:
+        if part is not None and (why := part.damaged()):
+            return missing(profile, why)
     qemu = emulator(EMULATOR)
     if not Path(qemu["path"]).exists():
         return missing(profile, f"{qemu['path']} is gone")

@@ -387,6 +387,61 @@ static size_t bytes_of(const TensorType *type) {
   return bytes;
 }
 
+// ------------------------------------------------------------- dynamic sizes, out of the file itself
+
+// LiteRT's C API tells a dynamic size as 1. The file has it as -1 in the tensor's shape_signature.
+// Field numbers: tflite/schema/schema.fbs. Whatever lies outside of the file reads as 0.
+enum { MODEL_SUBGRAPHS = 2, MODEL_SIGNATURES = 7, SIGNATURE_KEY = 2, SIGNATURE_SUBGRAPH = 4 };
+enum { SUBGRAPH_TENSORS = 0, TENSOR_SHAPE_SIGNATURE = 7 };
+
+static const unsigned char *file;
+static size_t file_size;
+
+static uint32_t word(size_t place, size_t bytes) {
+  uint32_t value = 0;
+  if (place < file_size && bytes <= file_size - place) memcpy(&value, file + place, bytes);
+  return value;
+}
+
+// Where the value of a table's field lies; 0 if it is not set.
+static size_t field(size_t table, unsigned number) {
+  if (!table) return 0;
+  size_t names = table - (size_t)(int32_t)word(table, 4);
+  size_t entry = 4 + 2 * (size_t)number;
+  uint32_t offset = entry < word(names, 2) ? word(names + entry, 2) : 0;
+  return offset ? table + offset : 0;
+}
+
+static size_t follow(size_t place) { return place && word(place, 4) ? place + word(place, 4) : 0; }
+
+// An element of a vector of tables.
+static size_t element(size_t vector, size_t index) {
+  return vector && index < word(vector, 4) ? follow(vector + 4 + 4 * index) : 0;
+}
+
+static size_t graph_of(const char *signature) {
+  size_t model = word(0, 4), index = 0;
+  size_t entries = follow(field(model, MODEL_SIGNATURES));
+  for (size_t i = 0; entries && i < word(entries, 4); i++) {
+    size_t entry = element(entries, i), key = follow(field(entry, SIGNATURE_KEY));
+    size_t length = strlen(signature);
+    if (key && word(key, 4) == length && key + 4 + length <= file_size &&
+        !memcmp(file + key + 4, signature, length)) {
+      size_t number = field(entry, SIGNATURE_SUBGRAPH);
+      index = number ? word(number, 4) : 0;
+    }
+  }
+  return element(follow(field(model, MODEL_SUBGRAPHS)), index);
+}
+
+static void read_dynamic_sizes(size_t graph, Tensor *tensor) {
+  size_t entry = element(follow(field(graph, SUBGRAPH_TENSORS)), tensor->index);
+  size_t sizes = follow(field(entry, TENSOR_SHAPE_SIGNATURE));
+  if (!sizes || word(sizes, 4) != tensor->fixed.layout.rank) return;
+  for (unsigned i = 0; i < tensor->fixed.layout.rank; i++)
+    if ((int32_t)word(sizes + 4 + 4 * i, 4) < 0) tensor->fixed.layout.dims[i] = -1;
+}
+
 static bool read_tensor(Handle tensor, Tensor *into) {
   int quantization = 0;
   TRY(GetTensorIndex(tensor, &into->index));
@@ -410,6 +465,7 @@ static bool read_signatures(void) {
     TRY(GetModelSignature(model, s, &handle));
     TRY(GetSignatureKey(handle, &name));
     signature->name = strdup(name);
+    size_t graph = graph_of(name);
     TRY(GetNumSignatureInputs(handle, &signature->inputs));
     TRY(GetNumSignatureOutputs(handle, &signature->outputs));
     signature->in = allocate(signature->inputs * sizeof *signature->in);
@@ -419,12 +475,14 @@ static bool read_signatures(void) {
       signature->in[i].name = strdup(name);
       TRY(GetSignatureInputTensorByIndex(handle, i, &tensor));
       if (!read_tensor(tensor, &signature->in[i])) return false;
+      read_dynamic_sizes(graph, &signature->in[i]);
     }
     for (size_t i = 0; i < signature->outputs; i++) {
       TRY(GetSignatureOutputName(handle, i, &name));
       signature->out[i].name = strdup(name);
       TRY(GetSignatureOutputTensorByIndex(handle, i, &tensor));
       if (!read_tensor(tensor, &signature->out[i])) return false;
+      read_dynamic_sizes(graph, &signature->out[i]);
     }
   }
   return true;
@@ -473,6 +531,7 @@ static bool load(Json *request) {
   put(&toml, "kernel_mode = \"%s\"\nnum_threads = %d\n", mode, (int)get_number(request, "threads", 1));
   Json *flags = get(request, "xnnpack_flags");
   if (flags && flags->kind == NUMBER) put(&toml, "flags = %u\n", (unsigned)flags->number);
+  file = data, file_size = size;
   TRY(CreateEnvironment(0, NULL, &environment));
   TRY(CreateModelFromBuffer(environment, data, size, &model));
   if (!read_signatures()) return false;
@@ -529,6 +588,12 @@ static void release(Tensor *tensor) {
   tensor->shared = false;
 }
 
+// LiteRT's buffers hold at least one byte.
+static bool has_values(const Tensor *tensor) {
+  if (tensor->bytes) return true;
+  return fault("Unsupported", "tensor '%s' is empty, which a CompiledModel cannot hold", tensor->name);
+}
+
 // Buffers for the shapes that the inputs have now.
 static bool prepare(size_t which) {
   Signature *signature = &signatures[which];
@@ -540,6 +605,7 @@ static bool prepare(size_t which) {
     Tensor *tensor = &signature->in[i];
     release(tensor);
     tensor->bytes = bytes_of(&tensor->now);
+    if (!has_values(tensor)) return false;
     TRY(GetCompiledModelInputBufferRequirements(compiled, which, i, &needs));
     TRY(CreateManagedTensorBufferFromRequirements(environment, &tensor->now, needs, &tensor->buffer));
   }
@@ -551,6 +617,7 @@ static bool prepare(size_t which) {
       if (layouts[i].dims[d] < 0)
         return fault("Unsupported", "output '%s' has a size that depends on the data", tensor->name);
     tensor->bytes = bytes_of(&tensor->now);
+    if (!has_values(tensor)) return false;
     // LiteRT gives one memory to a tensor: an output that is an input, or another output, too.
     for (size_t j = 0; j < signature->inputs && !tensor->buffer; j++)
       if (signature->in[j].index == tensor->index) tensor->buffer = signature->in[j].buffer;
