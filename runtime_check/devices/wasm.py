@@ -17,12 +17,10 @@ import subprocess
 from pathlib import Path
 
 from tpu2edge.errors import DeviceError, OptionError
-from tpu2edge.files import canonical_json, sha256_of_path
-from tpu2edge.folders import staged
-from tpu2edge.runtime_check.devices.cache import cache_folder
-from tpu2edge.runtime_check.devices.host import load_options
+from tpu2edge.files import sha256_of, sha256_of_path
+from tpu2edge.runtime_check.devices.install import new_part, part_named
 from tpu2edge.runtime_check.devices.profiles import Profile
-from tpu2edge.runtime_check.devices.runners import Launch, State, StateKind
+from tpu2edge.runtime_check.devices.runners import Launch, State, StateKind, missing
 from tpu2edge.types import Progress
 
 __all__ = ["VERSION", "install", "launch", "state"]
@@ -35,7 +33,7 @@ _DIGESTS = {
     "@litertjs/core/wasm": "ddbd155b29b00e278ba51809424c22f4c56360c8b7dea00a073479e4d6089217",
     "@litertjs/wasm-utils/dist": "bc43a95f3e9c1e3e792f92f8800038cf1b469eae401eb8a8a8c3b83e9a1da87e",
 }
-_KIND = "tpu2edge-litertjs"
+_PART = f"litertjs-{VERSION}"
 _WORKER = Path(__file__).with_name("web") / "worker.mjs"
 _BUILDS = {"relaxed": "litert_wasm_internal.js", "compat": "litert_wasm_compat_internal.js"}
 _OLDEST = 18
@@ -48,13 +46,13 @@ def state(profile: Profile) -> State:
     """Ready when Node is on the PATH and LiteRT.js in the cache."""
     if why := _cannot(profile):
         return State(kind=StateKind.IMPOSSIBLE, text=why)
-    if not (_folder() / "manifest.json").is_file():
+    if part_named(_PART) is None:
         if shutil.which("npm") is None:
             return State(
                 kind=StateKind.IMPOSSIBLE,
                 text=f"npm is not on the PATH, and it fetches LiteRT.js: {_GET_NODE}",
             )
-        return State(kind=StateKind.MISSING, text=f"LiteRT.js {VERSION} (40 MB, by npm)")
+        return missing(profile, f"LiteRT.js {VERSION} (40 MB, by npm) is to be fetched")
     node = ".".join(map(str, _version(_node())))
     return State(
         kind=StateKind.READY, text=f"LiteRT.js {VERSION} ({_simd(profile)} SIMD) in Node {node}"
@@ -64,17 +62,19 @@ def state(profile: Profile) -> State:
 def launch(profile: Profile) -> Launch:
     """The Node worker."""
     build = _simd(profile)
+    part = part_named(_PART)
+    assert part is not None
     return Launch(
         device=profile.name,
-        command=_command(_folder() / "node_modules", build),
+        command=_command(part.folder / "node_modules", build),
         env=profile.env,
-        load=load_options(profile, "compiled"),
         limit_bytes=profile.memory_mb << 20 if profile.memory_mb else None,
         memory_mb=profile.memory_mb,
         versions={
             "litert": f"LiteRT.js {VERSION}",
             "machine": "wasm32",
             "simd": build,
+            "worker": sha256_of(_WORKER),
             "node": ".".join(map(str, _version(_node()))),
         },
     )
@@ -89,12 +89,10 @@ def install(profile: Profile, progress: Progress) -> None:
     npm = shutil.which("npm")
     if npm is None:
         raise DeviceError("npm is not on the PATH", do=_GET_NODE, step="install")
-    target = _folder()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with staged(target, force=True, kind=_KIND) as folder:
-        progress(f"fetching LiteRT.js {VERSION} with npm")
+    with new_part(_PART) as (folder, record):
+        progress(f"fetch LiteRT.js {VERSION}, by npm", 0, 2)
         _fetch(npm, folder)
-        progress("checking LiteRT.js")
+        progress("check LiteRT.js", 1, 2)
         modules = folder / "node_modules"
         for name, wanted in _DIGESTS.items():
             if not (modules / name).is_dir() or sha256_of_path(modules / name) != wanted:
@@ -104,8 +102,8 @@ def install(profile: Profile, progress: Progress) -> None:
                     step="install",
                 )
         _start_once(_command(modules, _simd(profile)))
-        manifest = {"kind": _KIND, "version": VERSION, "sha256": _DIGESTS}
-        (folder / "manifest.json").write_text(canonical_json(manifest))
+        record["source"] = f"{', '.join(_PACKAGES)} by npm"
+    progress("LiteRT.js is ready", 2, 2)
 
 
 def _cannot(profile: Profile) -> str:
@@ -142,10 +140,6 @@ def _simd(profile: Profile) -> str:
 
 def _command(modules: Path, build: str) -> tuple[str, ...]:
     return (_node(), str(_WORKER), str(modules), _BUILDS[build])
-
-
-def _folder() -> Path:
-    return cache_folder() / f"litertjs-{VERSION}"
 
 
 def _node() -> str:

@@ -330,7 +330,7 @@ for (;;) {
         ok: true,
         load_ms: model.load_ms,
         signatures: model.describe(),
-        fully_accelerated: model.compiled.isFullyAccelerated(),
+        delegated: model.compiled.isFullyAccelerated(),
         notes: model.notes(),
       });
     } else if (header.op === 'run') {

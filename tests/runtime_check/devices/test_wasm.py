@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,9 @@ import pytest
 
 from tpu2edge.errors import DeviceError, OptionError
 from tpu2edge.runtime_check.devices import runners, wasm
+from tpu2edge.runtime_check.devices.checks import check_device
 from tpu2edge.runtime_check.devices.client import Session
+from tpu2edge.runtime_check.devices.install import cache_folder
 from tpu2edge.runtime_check.devices.profiles import profile_named
 from tpu2edge.runtime_check.devices.runners import StateKind
 
@@ -27,13 +28,13 @@ def installed(tmp_path_factory):
     """A cache of its own with LiteRT.js in it, fetched by npm, and how it is started."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TPU2EDGE_CACHE", str(folder))
+        patch.setenv("XDG_CACHE_HOME", str(folder))
         profile = profile_named("web-wasm")
         assert runners.state_of(profile).kind is StateKind.MISSING
         stages = []
         found = runners.install_device(profile, lambda stage, *_: stages.append(stage))
         assert found.ready
-        assert stages == ["fetching LiteRT.js 2.5.3 with npm", "checking LiteRT.js"]
+        assert stages == ["fetch LiteRT.js 2.5.3, by npm", "check LiteRT.js", "LiteRT.js is ready"]
         yield runners.launch_of(profile)
 
 
@@ -43,7 +44,7 @@ def programs(tmp_path, monkeypatch):
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setenv("TPU2EDGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def write(name: str, text: str) -> Path:
         path = folder / name
@@ -107,6 +108,24 @@ def test_times_memory_and_versions_are_told(small_tflite, installed):
         assert session.peak_rss_kb > 10_000
     assert installed.versions["litert"] == "LiteRT.js 2.5.3"
     assert installed.versions["simd"] in ("relaxed", "compat")
+
+
+@needs_node
+def test_a_file_that_a_web_page_cannot_feed_is_noted(small_files, installed):
+    with Session(small_files["float32"], launch=installed) as session:
+        assert session.notes == ()
+    with Session(small_files["static_wi8_ai8"], launch=installed) as session:
+        (note,) = session.notes
+    assert "cannot hand over 'image' (int8), 'logits' (int8), 'features' (int8)" in note
+
+
+@needs_node
+def test_the_checks_of_a_device_run_without_threads(small_tflite, installed):
+    samples = [{"image": np.full((1, 2, 6, 6), 0.5, np.float32)}] * 2
+    found = check_device(small_tflite, profile_named("web-wasm"), "serving_default", samples)
+    assert found.repeatable
+    assert found.delegated
+    assert found.thread_range_error == {}
 
 
 @needs_node
@@ -217,7 +236,7 @@ def test_the_build_is_the_one_that_the_browsers_of_that_engine_take(
 ):
     programs("node", f"echo {version}")
     profile = dataclasses.replace(profile_named("web-wasm"), options={"simd": asked})
-    assert wasm.launch(profile).command[-1] == build
+    assert wasm._BUILDS[wasm._simd(profile)] == build
 
 
 def test_relaxed_simd_is_not_to_be_had_from_node_20(programs):
@@ -234,7 +253,7 @@ def test_an_npm_that_fails_is_told_with_its_last_words_and_leaves_nothing(progra
         DeviceError, match="could not install LiteRT.js 2.5.3\n +npm error code E404"
     ):
         wasm.install(profile_named("web-wasm"), lambda *_: None)
-    assert list((Path(os.environ["TPU2EDGE_CACHE"]) / "devices").iterdir()) == []
+    assert list(cache_folder().iterdir()) == []
 
 
 def test_other_files_than_the_known_ones_are_refused(programs):
