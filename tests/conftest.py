@@ -217,6 +217,24 @@ def dynamic_tflite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.fixture(scope="session")
+def fallback_tflite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """w = 2 max(x + 1, x + 1): LiteRT's GPU accelerator has no MAXIMUM of one tensor."""
+    graph = Graph(
+        signature="serving_default",
+        tensors=dict.fromkeys(("x", "y", "z", "w"), ("float32", [1, 4])),
+        constants={"one": np.ones((1, 4), np.float32), "two": np.full((1, 4), 2, np.float32)},
+        ops=[
+            ("ADD", ("x", "one"), ("y",)),
+            ("MAXIMUM", ("y", "y"), ("z",)),
+            ("MUL", ("z", "two"), ("w",)),
+        ],
+        inputs={"x": "x"},
+        outputs={"w": "w"},
+    )
+    return write_tflite(tmp_path_factory.mktemp("fallback") / "fallback.tflite", graph)
+
+
 @pytest.fixture
 def gloo() -> Any:
     """A process group of one rank, in this process."""

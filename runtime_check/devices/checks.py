@@ -23,7 +23,8 @@ class DeviceChecks:
 
     device: str
     repeatable: bool  # the same input twice gave the same bits
-    thread_range_error: dict[str, float]  # output -> largest difference of 1 to N threads / range
+    # output -> largest difference of 1 to N threads / range; nothing where there is one thread only
+    thread_range_error: dict[str, float]
     threads: int  # that N
     load_ms: float
     first_ms: float
@@ -31,7 +32,7 @@ class DeviceChecks:
     peak_rss_kb: int
     emulated: bool  # then times are no device's times, and memory has the emulator's in it
     delegated: bool | None  # the whole graph is run by the delegate; None: the device does not tell
-    coverage: Coverage | None  # on this machine's Interpreter only
+    coverage: Coverage | None  # this machine's Interpreter and GPUs tell
     notes: tuple[str, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
@@ -49,6 +50,7 @@ class DeviceChecks:
             "emulated": self.emulated,
             "delegated": self.delegated,
             "ops": None if coverage is None else coverage.ops,
+            "left_ops": None if coverage is None else coverage.left_ops,
             "left": None if coverage is None else [list(pair) for pair in coverage.left],
             "notes": list(self.notes),
         }
@@ -78,14 +80,19 @@ def check_device(
         times, peak = dict(session.times), session.peak_rss_kb
         (again,) = session.run(signature, samples[:1])
         repeatable = all(_same(again[name], array) for name, array in outputs[0].items())
-        tells = launch.load.get("runtime") == "interpreter"
+        gpu = "GPU" in launch.load.get("accelerators", ())
+        tells = gpu or launch.load.get("runtime") == "interpreter"
         coverage = session.coverage() if tells else None
-        delegated = session.delegated if coverage is None else not coverage.left
-    with Session(model, launch=launch, threads=threads, log=log, timeout_s=timeout_s) as session:
-        (parallel,) = session.run(signature, samples[:1])
-    errors = {name: _range_error(array, parallel[name]) for name, array in outputs[0].items()}
+        delegated = session.delegated if coverage is None else not coverage.left_ops
+        notes = list(session.notes)
+    errors: dict[str, float] = {}
+    if "threads" in launch.load:
+        with Session(
+            model, launch=launch, threads=threads, log=log, timeout_s=timeout_s
+        ) as session:
+            (parallel,) = session.run(signature, samples[:1])
+        errors = {name: _range_error(array, parallel[name]) for name, array in outputs[0].items()}
     count = max(int(times["samples"]) - 1, 1)
-    notes = []
     if not repeatable:
         notes.append("the same input gave other outputs the second time")
     if launch.emulated:

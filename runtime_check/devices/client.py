@@ -36,6 +36,7 @@ from tpu2edge.errors import (
     UnsupportedError,
     UnwrittenError,
 )
+from tpu2edge.flatbuffer import read_tflite
 from tpu2edge.runtime_check.devices.host import host_command
 from tpu2edge.runtime_check.devices.runners import Launch
 from tpu2edge.types import Array, Dim, Signature, Tensors, TensorSpec
@@ -75,6 +76,13 @@ _NO_KERNEL = re.compile(
     re.IGNORECASE,
 )
 
+# "MAXIMUM: reason", one a line for each kind of operator, and how many the GPU takes.
+_GPU_LEAVES = re.compile(
+    r"Following operations are not supported by GPU delegate:\n(?P<why>.*?)\n"
+    r"(?:(?P<gpu>\d+)|No) operations will run on the GPU, and (?:the remaining|all) (?P<cpu>\d+) ",
+    re.DOTALL,
+)
+
 # A request that has not been answered by then has hung: a corrupted file can do that.
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -89,10 +97,13 @@ class Tap(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coverage:
-    """How much of a graph the delegate (XNNPACK) runs."""
+    """How much of a graph the delegate (XNNPACK, a GPU) runs."""
 
     ops: int
-    left: tuple[tuple[str, str], ...]  # (operator, its first output tensor) that it does not run
+    left_ops: int  # how many of them it does not run
+    left: tuple[
+        tuple[str, str], ...
+    ]  # those: (operator, its first output tensor, or a GPU's reason)
 
 
 class Session:
@@ -134,6 +145,7 @@ class Session:
         self.device = device = device or launch.device
         self.model = model
         self.delegated: bool | None = None  # whether all of the file is with a delegate, if told
+        self.notes: tuple[str, ...] = ()  # the worker's own words on the file
         self._threads, self._kernels, self._taps = threads, kernels, tuple(taps)
         self.times: dict[str, float] = {}
         self.peak_rss_kb = 0
@@ -192,6 +204,7 @@ class Session:
         answer, _ = self._request(header, {}, "load")
         self.times = {"load_ms": float(answer["load_ms"])}
         self.delegated = answer.get("delegated")
+        self.notes = tuple(answer.get("notes", ()))
         self.signatures = tuple(_signature(item) for item in answer["signatures"])
 
     def __enter__(self) -> Self:
@@ -264,14 +277,19 @@ class Session:
                 yield {name: array[position] for name, array in outputs.items()}
 
     def coverage(self) -> Coverage:
-        """Which operators of the first graph the delegate took over; this machine's Interpreter only.
+        """Which operators of the first graph the delegate took over.
+
+        This machine's Interpreter and GPUs tell.
 
         Raises:
             DeviceError: the device's worker does not tell.
         """
+        if "GPU" in self.launch.load.get("accelerators", ()):
+            self._stderr.seek(0)
+            return _gpu_coverage(self._stderr.read().decode(errors="replace"), self.model)
         answer, _ = self._request({"op": "coverage"}, {}, "look into")
         left = tuple((item["op"], item["tensor"]) for item in answer["left"])
-        return Coverage(ops=int(answer["ops"]), left=left)
+        return Coverage(ops=int(answer["ops"]), left_ops=len(left), left=left)
 
     # ------------------------------------------------------------------------------- the pipe
 
@@ -433,6 +451,17 @@ class Session:
         lines = self._stderr.read().decode(errors="replace").splitlines()
         kept = [line.strip() for line in lines if line.strip() and not _CHATTER.match(line)]
         return "".join(f"\n    {line}" for line in kept[-5:])
+
+
+def _gpu_coverage(stderr: str, model: Path) -> Coverage:
+    """What the GPU's delegate says while it loads a file; nothing when it takes all of the graph."""
+    found = _GPU_LEAVES.search(stderr)
+    if found is None:
+        return Coverage(ops=len(read_tflite(model).subgraphs[0].operators), left_ops=0, left=())
+    here, there = int(found["gpu"] or 0), int(found["cpu"])
+    left = [line.split(": ", 1) for line in found["why"].splitlines()]
+    reasons = tuple((op, why[0] if why else "") for op, *why in left)
+    return Coverage(ops=here + there, left_ops=there, left=reasons)
 
 
 def _check_fits(wanted: Signature, sample: Mapping[str, Array]) -> None:

@@ -29,7 +29,11 @@ from tpu2edge.runtime_check.devices.host import litert_version
 
 __all__ = [
     "Part",
+    "apt_closure",
+    "apt_newer",
+    "apt_offers",
     "apt_packages",
+    "backports_suite",
     "cache_folder",
     "new_part",
     "part_named",
@@ -176,11 +180,14 @@ def unpack(wheel: Path, member: str, target: Path) -> None:
         ) from err
 
 
-def apt_packages(packages: Sequence[str], folder: Path) -> dict[str, str]:
+def apt_packages(
+    packages: Sequence[str], folder: Path, *, options: Sequence[str] = ()
+) -> dict[str, str]:
     """Fetch packages through the user's apt sources and unpack them into ``folder``; no root.
 
     apt checks the signatures and digests. Where the system's package lists are empty or old, lists
-    of our own are made, in the cache. Gives the version of each package.
+    of our own are made, in the cache. Gives the version of each package. ``options`` are apt's own
+    (:func:`apt_newer`), whose lists are there already.
 
     Raises:
         DeviceError: there is no apt here, or it cannot get a package; apt's own last words.
@@ -195,8 +202,10 @@ def apt_packages(packages: Sequence[str], folder: Path) -> dict[str, str]:
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:
         why = f"apt cannot get {', '.join(packages)}"
         try:
-            _run(["apt-get", "download", "-q", *packages], why, cwd=place)
+            _run(["apt-get", "download", "-q", *options, *packages], why, cwd=place)
         except DeviceError:
+            if options:
+                raise
             own = _own_lists()
             _run(["apt-get", "update", "-q", *own], "apt cannot update its lists")
             _run(["apt-get", "download", "-q", *own, *packages], why, cwd=place)
@@ -209,6 +218,124 @@ def apt_packages(packages: Sequence[str], folder: Path) -> dict[str, str]:
     if missing:
         raise DeviceError(f"apt brought no {', '.join(sorted(missing))}", step="install")
     return versions
+
+
+def apt_newer(package: str, least: int) -> list[str]:
+    """apt's options by which ``package`` has at least the major version ``least``.
+
+    Looks in the user's sources first; on Debian then in the backports of the user's own release and
+    mirror, which are listed in the cache only, so that the system stays as it is.
+
+    Raises:
+        DeviceError: neither has it; the message says what they have.
+    """
+    options: list[str] = []
+    offered = _offered(package, options)
+    if not offered:  # the system's lists are empty
+        options = _own_lists()
+        _run(["apt-get", "update", "-q", *options], "apt cannot update its lists")
+        offered = _offered(package, options)
+    for version, suite in offered:
+        if _major(version) >= least:
+            return [*options, "-o", f"APT::Default-Release={suite}"]
+    best = offered[0][0] if offered else "none"
+    suite = backports_suite()
+    mirror = _mirror(options) if suite else ""
+    if not suite or not mirror:
+        raise DeviceError(
+            f"{package} {least} or newer is needed, your apt sources have {best}",
+            do=f"use a system with {package} {least}, or add a source that has it",
+            step="install",
+        )
+    options = _backports(mirror, suite)
+    _run(
+        ["apt-get", "update", "-q", *options],
+        f"your apt sources have {package} {best}, and {suite} cannot be read from the same mirror",
+    )
+    if not any(_major(version) >= least for version, _ in _offered(package, options)):
+        raise DeviceError(f"{suite} has no {package} {least} or newer", step="install")
+    return options
+
+
+def backports_suite() -> str:
+    """Debian's suite of newer packages for this release, "bookworm-backports"; empty elsewhere."""
+    release = platform.freedesktop_os_release() if Path("/etc/os-release").exists() else {}
+    codename = release.get("VERSION_CODENAME", "")
+    return f"{codename}-backports" if release.get("ID") == "debian" and codename else ""
+
+
+def apt_offers(package: str) -> str:
+    """The newest version of a package in the system's lists; empty when they have none."""
+    if shutil.which("apt-cache") is None:
+        return ""
+    offered = _offered(package, ())
+    return offered[0][0] if offered else ""
+
+
+def apt_closure(packages: Sequence[str], options: Sequence[str]) -> list[str]:
+    """What ``packages`` depend on, in the end, that is not installed here."""
+    skip = [f"--no-{kind}" for kind in ("recommends", "suggests", "conflicts", "breaks")]
+    skip += ["--no-replaces", "--no-enhances"]
+    command = ["apt-cache", "depends", "--recurse", *skip, *options, *packages]
+    text = _run(command, "apt does not tell what packages depend on")
+    names = {line.strip() for line in text.splitlines() if line[:1].isalnum()}
+    installed = _run(
+        ["dpkg-query", "-W", "-f", "${db:Status-Status} ${Package}\n"], "dpkg-query failed"
+    )
+    have = {line.split()[1] for line in installed.splitlines() if line.startswith("installed ")}
+    return sorted(name for name in names - have if ":" not in name)
+
+
+def _offered(package: str, options: Sequence[str]) -> list[tuple[str, str]]:
+    """Version and suite of all candidates, the newest first."""
+    text = _run(["apt-cache", *options, "madison", package], f"apt knows no {package}")
+    rows = [[word.strip() for word in line.split("|")] for line in text.splitlines()]
+    return [(row[1], row[2].split()[1].split("/")[0]) for row in rows if len(row) == 3]
+
+
+def _major(version: str) -> int:
+    number = version.split(":")[-1].split(".")[0]
+    return int(number) if number.isdigit() else 0
+
+
+def _mirror(options: Sequence[str]) -> str:
+    """Where the user's sources have the release's own main part from."""
+    codename = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
+    text = _run(
+        [
+            "apt-get",
+            *options,
+            "indextargets",
+            "--format",
+            "$(REPO_URI) $(RELEASE) $(COMPONENT)",
+            "Created-By: Packages",
+        ],
+        "apt does not tell its sources",
+    )
+    rows = [line.split() for line in text.splitlines()]
+    return next((row[0] for row in rows if row[1:] == [codename, "main"]), "")
+
+
+def _backports(mirror: str, suite: str) -> list[str]:
+    """Options by which apt sees the release and its backports, and nothing else."""
+    folder = cache_folder().parent / "apt-backports"
+    for name in ("lists/partial", "archives/partial"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    keyring = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+    signed = f"[signed-by={keyring}] " if keyring.exists() else ""
+    lines = [f"deb {signed}{mirror} {name} main\n" for name in (suite.split("-")[0], suite)]
+    (folder / "sources.list").write_text("".join(lines))
+    options = {
+        "Dir::State::lists": folder / "lists",
+        "Dir::Cache": folder,
+        "Dir::Cache::archives": folder / "archives",
+        "Dir::Etc::sourcelist": folder / "sources.list",
+        "Dir::Etc::sourceparts": "-",
+        "Debug::NoLocking": "1",
+        "Acquire::Languages": "none",
+        "APT::Default-Release": suite,
+    }
+    return [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
 
 
 def apt_dependencies(package: str) -> list[str]:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tpu2edge.runtime_check.devices.profiles import Profile, profile_named
 from tpu2edge.runtime_check.devices.runners import Launch, install_device
 
 DATA = Path(__file__).parents[2] / "data"
+RECIPES = ("float32", "dynamic_wi8_afp32", "static_wi8_ai8")
 NATIVE = Path(__file__).parents[3] / "runtime_check" / "devices" / "native"
 
 
@@ -98,3 +100,49 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def small_files(small_tflite: Path) -> dict[str, Path]:
+    """The same small network by recipe."""
+    return {name: small_tflite.with_name(f"small.{name}.tflite") for name in RECIPES}
+
+
+def _stored(spec: Any, values: Any) -> Any:
+    if spec.dtype == "float32":
+        return values.astype("float32")
+    return np.clip(np.round(values / spec.scale + spec.zero_point), -128, 127).astype(spec.dtype)
+
+
+@pytest.fixture(scope="session")
+def distance_to_host() -> Callable[..., dict[str, float]]:
+    """Largest difference to this machine's Interpreter over the range, by output; 8 samples.
+
+    Quantized outputs are compared as stored: one step is 1/255 of the largest possible range.
+    """
+
+    def measure(path: Path, launch: Launch, count: int = 8) -> dict[str, float]:
+        rng = np.random.default_rng(1)
+        with Session(path) as host:
+            (signature,) = host.signatures
+            (spec,) = signature.inputs
+            samples = [
+                {spec.name: _stored(spec, rng.standard_normal(spec.shape))} for _ in range(count)
+            ]
+            wanted = list(host.run(signature.name, samples))
+        with Session(path, launch=launch) as device:
+            (there,) = device.signatures
+            assert there.name == signature.name
+            assert set(there.inputs) == set(signature.inputs)
+            assert set(there.outputs) == set(signature.outputs)
+            got = list(device.run(signature.name, samples))
+        found = {}
+        for output in signature.outputs:
+            a = np.stack([one[output.name].astype("float64") for one in wanted])
+            b = np.stack([one[output.name].astype("float64") for one in got])
+            assert a.shape == b.shape
+            span = 255.0 if output.dtype == "int8" else float(np.ptp(a))
+            found[output.name] = float(np.abs(a - b).max()) / span
+        return found
+
+    return measure
