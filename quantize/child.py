@@ -20,6 +20,7 @@ they give the same file again. With ``strict`` such ops are an error.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -34,10 +35,13 @@ from ai_edge_quantizer import (
     qtyping,
     recipe_manager,
 )
+from ai_edge_quantizer.algorithms.uniform_quantize import uniform_quantize_tensor
 from ai_edge_quantizer.utils import tfl_flatbuffer_utils
 
 # One pass finds all ops that fail by themselves; leaving these float can let others fail.
 _PASSES = 8
+
+_LARGE = 32 << 20
 
 
 class Refused(Exception):
@@ -217,6 +221,36 @@ def _mended(insert: Any) -> Any:
     return run
 
 
+def _mend_large_tensors() -> None:
+    """Quantize constants of three dimensions or more and over 32 MiB by slices of the longest one.
+
+    ai-edge-quantizer 0.10 folds such a tensor to two dimensions, and its scales do not fit then.
+    """
+    real = uniform_quantize_tensor.uniform_quantize
+
+    def by_slices(tensor: Any, params: Any, is_blockwise_quant: bool = False) -> Any:
+        if tensor.ndim < 3 or tensor.nbytes <= _LARGE or is_blockwise_quant:
+            return real(tensor, params, is_blockwise_quant)
+        import numpy as np
+
+        params = uniform_quantize_tensor.fix_quantization_params_rank(tensor, params)
+        axis = int(np.argmax(tensor.shape))
+        size = tensor.shape[axis]
+        step = max(1, _LARGE * size // tensor.nbytes)
+        parts = []
+        for start in range(0, size, step):
+            cut = (slice(None),) * axis + (slice(start, start + step),)
+            scale, zero_point = (
+                values[cut] if values.shape[axis] == size else values
+                for values in (params.scale, params.zero_point)
+            )
+            part = dataclasses.replace(params, scale=scale, zero_point=zero_point)
+            parts.append(real(tensor[cut], part))
+        return np.concatenate(parts, axis)
+
+    uniform_quantize_tensor.uniform_quantize = by_slices
+
+
 def _read_ranges(files: Mapping[str, str]) -> dict[str, Any]:
     import numpy as np
 
@@ -239,6 +273,7 @@ def _told(error: Exception, stage: str) -> dict[str, Any]:
 
 def main() -> None:
     """Answer requests until stdin ends."""
+    _mend_large_tensors()
     out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     source: Source | None = None

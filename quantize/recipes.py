@@ -30,6 +30,7 @@ from tpu2edge.quantize.rules import (
     unused_regex,
     weight_only,
 )
+from tpu2edge.quantize.scopes import OpScope
 
 __all__ = [
     "PLAIN_NAMES",
@@ -434,7 +435,10 @@ def with_float_io(recipe: Recipe) -> Recipe:
 
 
 def keep_float(
-    recipe: Recipe, patterns: Sequence[str], layers: Mapping[str, Sequence[str]]
+    recipe: Recipe,
+    patterns: Sequence[str],
+    layers: Mapping[str, Sequence[str]],
+    scopes: Sequence[OpScope],
 ) -> Recipe:
     """The same recipe, all ops of the torch modules that ``patterns`` name left float.
 
@@ -443,23 +447,35 @@ def keep_float(
         patterns: module paths, with the wildcards of fnmatch ("encoder.layers.*.norm1"); a module
             stands for all that is inside it.
         layers: LiteRT tensor name to the torch module paths that it was computed by.
+        scopes: the ops of the file (:meth:`Quantizer.scopes`).
 
     Raises:
         OptionError: a pattern matches no module; the message lists the near ones.
     """
-    known = dict.fromkeys(module for modules in layers.values() for module in modules)
+    modules_of = [(op, _modules(op, layers)) for op in scopes]
+    known = dict.fromkeys(module for _, modules in modules_of for module in modules)
     rules = list(recipe.rules)
     for pattern in patterns:
         matching = {module for module in known if _inside(module, pattern)}
         if not matching:
             raise _no_module(pattern, list(known))
-        tensors = sorted(
-            tensor for tensor, modules in layers.items() if matching.intersection(modules)
+        names = dict.fromkeys(
+            re.escape(op.scope) for op, modules in modules_of if matching.intersection(modules)
         )
-        # An op's scope is its outputs' names, each with a semicolon.
-        names = "|".join(re.escape(tensor) for tensor in tensors)
-        rules.append(keep(regex=unused_regex(rules, f"^(?:{names});")))
+        rules.append(keep(regex=unused_regex(rules, f"^(?:{'|'.join(names)})$")))
     return Recipe(name=recipe.name, rules=tuple(rules))
+
+
+def _modules(op: OpScope, layers: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The modules an op belongs to: those of its outputs, else those its own constants are named by.
+
+    The op that gives an output of the model carries the output's name, which tells no module.
+    """
+    for tensors in (op.tensors[: op.outputs], op.tensors[op.outputs :]):
+        found = dict.fromkeys(module for tensor in tensors for module in layers.get(tensor, ()))
+        if found:
+            return tuple(found)
+    return ()
 
 
 def _inside(module: str, pattern: str) -> bool:

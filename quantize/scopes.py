@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tpu2edge.flatbuffer import Subgraph, TfliteFile, read_tflite
 
-__all__ = ["MAX_SCOPE", "WEIGHT_INPUT", "OpScope", "op_scopes", "scope_of"]
+__all__ = ["MAX_SCOPE", "UPSTREAM_NAMES", "WEIGHT_INPUT", "OpScope", "op_scopes", "scope_of"]
 
 #: A scope is cut here (ai_edge_quantizer.utils.tfl_flatbuffer_utils.get_op_scope).
 MAX_SCOPE = 10_000
 
-#: Upstream's name of an op, where it is not LiteRT's own.
-_UPSTREAM = {"TRANSPOSE_CONV": "CONV_2D_TRANSPOSE"}
+#: The quantizer's name of an op, where it is not LiteRT's own.
+UPSTREAM_NAMES: Mapping[str, str] = {"TRANSPOSE_CONV": "CONV_2D_TRANSPOSE"}
 
 #: Which input of an op is its weight; BATCH_MATMUL's may be either.
 WEIGHT_INPUT: Mapping[str, tuple[int, ...]] = {
@@ -32,13 +33,16 @@ class OpScope:
     """One op: ``op`` is its name in a rule's ``operation``, ``scope`` what ``regex`` searches.
 
     ``weight`` is the index of the constant tensor that the quantizer takes for its weight, with
-    the bytes that it takes up; None and 0 for an op that has none.
+    the bytes that it takes up; None and 0 for an op that has none. ``tensors`` are the names of its
+    outputs and of the constants that it alone reads: what it may be known by.
     """
 
     subgraph: int
     index: int
     op: str
     scope: str
+    tensors: tuple[str, ...] = ()
+    outputs: int = 0  # how many of ``tensors`` are outputs, which come first
     weight: int | None = None
     weight_bytes: int = 0
 
@@ -48,8 +52,9 @@ def op_scopes(source: Path | TfliteFile) -> list[OpScope]:
     file = read_tflite(source) if isinstance(source, Path) else source
     result: list[OpScope] = []
     for graph in file.subgraphs:
+        readers = Counter(i for op in graph.operators for i in set(op.inputs))
         for op in graph.operators:
-            name = _UPSTREAM.get(op.name, op.name)
+            name = UPSTREAM_NAMES.get(op.name, op.name)
             weight = next(
                 (
                     op.inputs[at]
@@ -66,6 +71,13 @@ def op_scopes(source: Path | TfliteFile) -> list[OpScope]:
                     index=op.index,
                     op=name,
                     scope=scope_of(graph, op.inputs, op.outputs),
+                    tensors=tuple(
+                        graph.tensors[i].name
+                        for i in (*op.outputs, *op.inputs)
+                        if i >= 0
+                        and (i in op.outputs or (graph.tensors[i].is_constant and readers[i] == 1))
+                    ),
+                    outputs=sum(i >= 0 for i in op.outputs),
                     weight=weight,
                     weight_bytes=0 if weight is None else graph.tensors[weight].size_bytes,
                 )
