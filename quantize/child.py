@@ -193,14 +193,24 @@ def _mend(modifier: model_modifier.ModelModifier) -> None:
     The consumer of an output has the number -1, which ai-edge-quantizer 0.10 takes for an index: the
     last op of the graph is made to read the inserted op's result if it reads that output. It then
     reads floats and writes integers, and computes garbage. And an op inserted for other consumers
-    of an output becomes the output.
+    of an output becomes the output. A signature follows an output to the inserted op only if that op
+    has no other reader.
     """
+    modifier._has_transform_before_output = _reaches_an_output
     registry = modifier._transformation_performer._transformation_registration
     for kind in (
         qtyping.QuantTransformation.ADD_QUANTIZE,
         qtyping.QuantTransformation.ADD_DEQUANTIZE,
     ):
         registry[kind] = _mended(registry[kind])
+
+
+def _reaches_an_output(instructions: Mapping[str, Any], kind: Any) -> bool:
+    return any(
+        step.transformation == kind and -1 in step.consumers
+        for tensor in instructions.values()
+        for step in tensor.instructions
+    )
 
 
 def _mended(insert: Any) -> Any:

@@ -39,6 +39,8 @@ _SLACK_SHARE, _SLACK_BYTES = 0.1, 64 * 1024
 
 _FLOAT = ("float32", "float16", "float64", "bfloat16")
 _INTEGER = ("int8", "int16", "uint8")
+# What ai-edge-quantizer calls the copies of a tensor whose readers want different things.
+_DUPLICATE = re.compile(r"_duplicated_\d+$")
 # They are there to change from one to the other.
 _CHANGERS = ("QUANTIZE", "DEQUANTIZE", "CAST")
 
@@ -56,8 +58,13 @@ class WeightScan:
     scope: str
     bytes_before: int
     bytes_after: int
-    kind: str  # "int8 per-channel axis 0", "int4 blocks of 32", "float32"
+    kind: str  # "int8 per-channel axis 0", "int4 blocks of 32", "float32", or two of these
     why_float: str | None
+
+    @property
+    def changed(self) -> bool:
+        """Whether any op reads it stored otherwise than before."""
+        return self.why_float is None or " and " in self.kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +144,7 @@ def verified(
             "recipe",
             step="quantize",
         )
-    if not any(weight.why_float is None for weight in found.weights):
+    if not any(weight.changed for weight in found.weights):
         reasons = Counter(w.why_float for w in found.weights if w.why_float)
         told = [f"{count} x {why}" for why, count in reasons.most_common()]
         raise QuantizationError(
@@ -218,26 +225,42 @@ def _weights(
     seen: set[int] = set()
     result: list[WeightScan] = []
     for graph in before.subgraphs:
-        now = {t.name: t for t in after.subgraphs[graph.index].tensors}
+        now = _by_name(after.subgraphs[graph.index])
         for index, use in _uses(graph).items():
             tensor = graph.tensors[index]
             if tensor.dtype not in _FLOAT or tensor.buffer in seen:
                 continue
             seen.add(tensor.buffer)
-            stored = now.get(tensor.name, tensor)
-            changed = stored.stored_as != tensor.stored_as
+            stored = now.get(tensor.name, [tensor])
+            kinds = dict.fromkeys(t.stored_as for t in stored)
+            sizes = {t.buffer: t.size_bytes + _scale_bytes(t, after, graph.index) for t in stored}
+            if tensor.stored_as not in kinds:
+                why = None
+            elif len(kinds) > 1:
+                why = "one of the ops that share it is kept float, so it is stored twice"
+            else:
+                why = _why_float(use, tensor, recipe, failed)
             result.append(
                 WeightScan(
                     tensor=tensor.name,
                     op=use.op,
                     scope=use.scope,
                     bytes_before=tensor.size_bytes,
-                    bytes_after=stored.size_bytes + _scale_bytes(stored, after, graph.index),
-                    kind=stored.stored_as,
-                    why_float=None if changed else _why_float(use, tensor, recipe, failed),
+                    bytes_after=sum(sizes.values()),
+                    kind=" and ".join(kinds),
+                    why_float=why,
                 )
             )
     return sorted(result, key=lambda weight: -weight.bytes_before)
+
+
+def _by_name(graph: Subgraph) -> dict[str, list[Tensor]]:
+    """Constants by the name they had before: one that several ops share may be there repeatedly."""
+    found: dict[str, list[Tensor]] = {}
+    for tensor in graph.tensors:
+        if tensor.is_constant:
+            found.setdefault(_DUPLICATE.sub("", tensor.name), []).append(tensor)
+    return found
 
 
 def _scale_bytes(tensor: Tensor, file: TfliteFile, subgraph: int) -> int:
