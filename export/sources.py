@@ -6,22 +6,11 @@ is the user's own and is run; a ``.pt2`` is data, and nothing in it is allowed t
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import difflib
-import hashlib
-import importlib
-import importlib.machinery
-import importlib.util
 import inspect
 import io
 import json
-import linecache
 import pickle
 import re
-import sys
-import sysconfig
-import traceback
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tpu2edge.errors import ModelSourceError, Place
 from tpu2edge.files import sha256_of
 from tpu2edge.types import Note
+from tpu2edge.usercode import closest, import_dotted, import_file, shown_path, user_code
 
 if TYPE_CHECKING:
     import torch
@@ -136,201 +126,17 @@ def load_source(spec: str) -> LoadedSource:
     if suffix in _OTHER_FILES and ("/" in head or Path(head).exists()):
         raise ModelSourceError(f"{head} is no MODEL", do=_OTHER_FILES[suffix])
     if suffix == ".py" or "/" in head or Path(head).is_file():
-        module, path = _import_file(Path(head))
+        module, path = import_file(Path(head), what="MODEL", forms=_FORMS)
     else:
-        module, path = _import_dotted(head)
+        module, path = import_dotted(head, what="MODEL", forms=_FORMS)
     return _from_namespace(module, name, path, origin=_origin(head, name))
-
-
-# ---- finding and importing --------------------------------------------------------------------
 
 
 def _origin(head: str, name: str) -> str:
     path = Path(head)
     if path.is_absolute():
-        head = _shown(path)
+        head = shown_path(path)
     return f"{head}:{name}" if name else head
-
-
-def _shown(path: Path | str) -> str:
-    """A path to show: relative below the current folder, else the file's name alone."""
-    path = Path(path)
-    if not path.is_absolute():
-        return str(path)
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return path.name
-
-
-class _FreshLoader(importlib.machinery.SourceFileLoader):
-    """Compiles the file as it stands now: a bytecode cache can be a version behind."""
-
-    def get_code(self, fullname: str) -> Any:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
-def _import_file(path: Path) -> tuple[ModuleType, Path | None]:
-    if path.is_dir():
-        found = ", ".join(sorted(p.name for p in path.glob("*.py"))[:8]) or "no .py file"
-        raise ModelSourceError(f"MODEL {_shown(path)} is a folder (in it: {found})", do=_FORMS)
-    if not path.is_file():
-        near = (
-            [p.name for p in path.parent.iterdir() if p.suffix in (".py", ".pt2")]
-            if path.parent.is_dir()
-            else []
-        )
-        raise ModelSourceError(
-            f"there is no file {_shown(path)}" + _closest(path.name, near), do=_FORMS
-        )
-    path = path.resolve()
-    linecache.checkcache(str(path))
-    with _user_code(f"importing {_shown(path)}", str(path)):
-        tree = ast.parse(path.read_bytes(), filename=str(path))
-    if any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree)):
-        # Relative imports work only inside a package: import the file as that package's module.
-        top = path.parent
-        while (top.parent / "__init__.py").is_file():
-            top = top.parent
-        dotted = ".".join(path.relative_to(top.parent).with_suffix("").parts)
-        _put_on_path(top.parent)
-        with _user_code(f"importing {_shown(path)}", str(path)), _own_argv(path):
-            return importlib.import_module(dotted), path
-    _put_on_path(path.parent)
-    name = _module_name(path)
-    loader = _FreshLoader(name, str(path))
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    before = sys.modules.get(name)
-    sys.modules[name] = module
-    try:
-        with _user_code(f"importing {_shown(path)}", str(path)), _own_argv(path):
-            loader.exec_module(module)
-    except BaseException:
-        if before is None:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = before
-        raise
-    return module, path
-
-
-def _module_name(path: Path) -> str:
-    """The file's stem when ``import stem`` would find this very file, else a name of its own."""
-    stem = path.stem
-    loaded = sys.modules.get(stem)
-    if loaded is not None:
-        home = getattr(loaded, "__file__", None)
-    else:
-        try:
-            found = importlib.util.find_spec(stem) if stem.isidentifier() else None
-        except (ImportError, ValueError):
-            found = None
-        home = found.origin if found is not None else None
-    if home is not None and Path(home).resolve() == path:
-        return stem
-    tag = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    return f"_model_{re.sub(r'[^0-9a-zA-Z]', '_', stem)}_{tag}"
-
-
-def _import_dotted(dotted: str) -> tuple[ModuleType, Path | None]:
-    if not all(part.isidentifier() for part in dotted.split(".")):
-        raise ModelSourceError(f"MODEL {dotted!r} is neither a file nor a module", do=_FORMS)
-    _put_on_path(Path.cwd())
-    importlib.invalidate_caches()
-    try:
-        with _user_code(f"importing {dotted}", None):
-            module = importlib.import_module(dotted)
-    except ModelSourceError as err:
-        cause = err.__cause__
-        if (
-            isinstance(cause, ModuleNotFoundError)
-            and cause.name is not None
-            and (dotted == cause.name or dotted.startswith(f"{cause.name}."))
-        ):
-            do = _FORMS
-            if "is not a package" in str(cause) or (cause.name == dotted and "." in dotted):
-                head, _, tail = dotted.rpartition(".")
-                do = f"if {tail} is a function: {head}:{tail}. {_FORMS}"
-            raise ModelSourceError(
-                f"there is no module {cause.name!r} in the current folder or this environment",
-                do=do,
-            ) from cause
-        raise
-    home = getattr(module, "__file__", None)
-    return module, Path(home) if home else None
-
-
-def _put_on_path(folder: Path) -> None:
-    text = str(folder)
-    if text not in sys.path:
-        sys.path.insert(0, text)
-
-
-@contextlib.contextmanager
-def _own_argv(path: Path) -> Iterator[None]:
-    """While user code is imported, argparse at its top level must not meet our arguments."""
-    before = sys.argv
-    sys.argv = [str(path)]
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
-# ---- the user's code raises -------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _user_code(doing: str, path: str | None) -> Iterator[None]:
-    """Turns whatever the user's code raises into a ModelSourceError with the line of theirs."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise
-    except SystemExit as err:
-        raise ModelSourceError(
-            f"{doing}: the code ends the program (SystemExit: {err.code})",
-            place=_place_of(err),
-            do="keep what parses arguments or exits under if __name__ == '__main__':",
-        ) from err
-    except SyntaxError as err:
-        raise ModelSourceError(
-            f"{doing}: {type(err).__name__}: {err.msg}",
-            place=Place(
-                file=_shown(err.filename or path or "?"),
-                line=err.lineno,
-                code=(err.text or "").strip() or None,
-            ),
-        ) from err
-    except Exception as err:  # the user's code: anything can come
-        text = str(err).strip() or "(no text)"
-        do = ""
-        if isinstance(err, ModuleNotFoundError) and err.name:
-            do = f"install {err.name.partition('.')[0]!r} in the environment tpu2edge runs in"
-        raise ModelSourceError(
-            f"{doing}: {type(err).__name__}: {text}", place=_place_of(err), do=do
-        ) from err
-
-
-def _place_of(err: BaseException) -> Place | None:
-    """The innermost line of the user's own code that the error passed through."""
-    for frame in reversed(traceback.extract_tb(err.__traceback__)):
-        if not _is_library(frame.filename):
-            return Place(file=_shown(frame.filename), line=frame.lineno, code=frame.line or None)
-    return None
-
-
-def _is_library(filename: str) -> bool:
-    if filename.startswith("<"):
-        return True
-    paths = sysconfig.get_paths()
-    ours = str(Path(__file__).parent.parent)
-    folders = {paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")} | {ours}
-    if any(filename.startswith(folder + "/") for folder in folders):
-        return True
-    return "site-packages" in Path(filename).parts
 
 
 # ---- from names to a model --------------------------------------------------------------------
@@ -339,7 +145,7 @@ def _is_library(filename: str) -> bool:
 def _from_namespace(
     module: ModuleType, name: str, path: Path | None, *, origin: str
 ) -> LoadedSource:
-    shown = _shown(path) if path is not None else module.__name__
+    shown = shown_path(path) if path is not None else module.__name__
     notes: list[Note] = []
     if not name:
         name = _find_model(module, shown)
@@ -449,22 +255,17 @@ def _listed(names: list[str], count: int = 12) -> str:
     return ", ".join(names[:count]) + more
 
 
-def _closest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; the closest is {near[0]}" if near else ""
-
-
 def _attribute(module: ModuleType, name: str, shown: str) -> Any:
     value: Any = module
     for part in name.split("."):
         try:
-            with _user_code(f"looking up {name} in {shown}", None):
+            with user_code(f"looking up {name} in {shown}", None):
                 value = getattr(value, part)
         except ModelSourceError as err:
             if not isinstance(err.__cause__, AttributeError):
                 raise
             defined = _defined(module)
-            near = _closest(part, [d.split(" ")[0] for d in defined])
+            near = closest(part, [d.split(" ")[0] for d in defined])
             raise ModelSourceError(
                 f"{shown} has no {name!r}{near}; it defines {_listed(defined)}",
                 do=f"name one of them: {shown}:{defined[0].split(' ')[0]}" if defined else "",
@@ -488,7 +289,7 @@ def _call(value: Any, name: str, shown: str, *, wants: str) -> Any:
             do=f"write a function without arguments that returns {wants}, "
             f"e.g. def get_model(): return {name}({', '.join(f'{n}=…' for n in needed)})",
         )
-    with _user_code(f"calling {name}() of {shown}", None):
+    with user_code(f"calling {name}() of {shown}", None):
         return value()
 
 
@@ -507,7 +308,7 @@ def _definition(value: Any) -> Place | None:
         lines, line = inspect.getsourcelines(value)
     except (OSError, TypeError):
         return None
-    return Place(file=_shown(file), line=line, code=lines[0].strip()) if file else None
+    return Place(file=shown_path(file), line=line, code=lines[0].strip()) if file else None
 
 
 def _is_signatures(result: Any, name: str) -> bool:
@@ -679,10 +480,10 @@ _ATTRIBUTE = re.compile(r"\.\s*[A-Za-z_]|__")
 
 
 def _load_program(path: Path) -> LoadedSource:
-    shown = _shown(path)
+    shown = shown_path(path)
     if not path.is_file():
         near = [p.name for p in path.parent.glob("*.pt2")] if path.parent.is_dir() else []
-        raise ModelSourceError(f"there is no file {shown}" + _closest(path.name, near), do=_FORMS)
+        raise ModelSourceError(f"there is no file {shown}" + closest(path.name, near), do=_FORMS)
     import torch
 
     _refuse_unsafe_program(path, shown)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 STAGES = ("export", "quantize", "runtime_check")
 SHARED = {
     "tpu2edge.types",
+    "tpu2edge.usercode",
     "tpu2edge.errors",
     "tpu2edge.children",
     "tpu2edge.files",
