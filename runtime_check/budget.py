@@ -9,6 +9,13 @@ A budget is a conjunction of bounds, for all outputs or for one::
 Metrics: ``sqnr`` (worst sample, dB), ``sqnr_median`` (dB), ``range_error``, ``max_abs``, ``cosine``
 (worst sample), ``top1``, ``top1_decided``, ``mismatch``. Formulas: metrics.py. ``allow_constant``
 stands for "this output may be the same for every sample".
+
+A task metric of the user's own (task_metric.py) is bounded as a whole::
+
+    metric>=0.95                      its value (``<=`` where less is better)
+    metric_drop<=0.01                 at most so much below the reference's on the same samples
+    metric_drop<=1%                   the same as a share of the reference's
+    metric_rise<=1%                   the same where less is better
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ __all__ = [
     "UNPROVED_LEAST_DB",
     "Bound",
     "Budget",
+    "TaskBound",
     "budget_against_tpu",
     "default_budget",
 ]
@@ -68,6 +76,24 @@ class Bound:
         """Whether the metric exists for this output (no SQNR of integers, no top-1 of scalars)."""
         return getattr(metrics, _METRICS[self.metric][0]) is not None
 
+    def margin_db(self, metrics: OutputMetrics) -> float:
+        """How far inside of the bound the metric is, in dB of noise power; negative outside of it.
+
+        SQNR: the difference. Errors (amplitudes): 20 log10(bound / got). Shares that should be 1:
+        10 log10((1 - bound) / (1 - got)); for a cosine that is the ratio of noise powers again, since
+        1 - cos = noise / (2 signal) for small noise. +inf where the bound does not apply.
+        """
+        got = getattr(metrics, _METRICS[self.metric][0])
+        if got is None:
+            return math.inf
+        if self.metric.startswith("sqnr"):
+            room = got - self.value
+        elif self.op == "<=":
+            room = _room_db(self.value, got, 20.0)
+        else:
+            room = _room_db(1.0 - self.value, 1.0 - got, 10.0)
+        return _signed(room, self.check(metrics) is None)
+
     def check(self, metrics: OutputMetrics) -> str | None:
         """None when it holds or does not apply; else a sentence with wanted and got."""
         attribute, op = _METRICS[self.metric]
@@ -81,6 +107,93 @@ class Bound:
         unit = " dB" if self.metric.startswith("sqnr") else ""
         word = "at least" if op == ">=" else "at most"
         return f"{self.metric} {_short(got)}{unit}, wanted {word} {self.value:g}{unit}"
+
+
+_ROOM_DB = 60.0  # rooms are told up to here: an error of nothing at all is no use to a search
+
+
+def _room_db(allowed: float, got: float, factor: float) -> float:
+    if not got > 0 or not math.isfinite(got):
+        return math.nan if math.isnan(got) else (-_ROOM_DB if got == math.inf else _ROOM_DB)
+    return factor * math.log10(max(allowed, 1e-12) / got)
+
+
+def _signed(room: float, holds: bool) -> float:
+    """The room, bounded, and with the sign of what the bound itself says."""
+    if math.isnan(room):
+        return -math.inf
+    return min(max(room, 0.0), _ROOM_DB) if holds else min(room, -1e-6)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskBound:
+    """One bound on the task metric: on its value, or on its drop (rise) from the reference's."""
+
+    metric: str  # "metric", "metric_drop" or "metric_rise"
+    op: str  # ">=" or "<="
+    value: float
+    is_share: bool = False  # of the reference's value
+
+    def __str__(self) -> str:
+        value = f"{_exactly(self.value * 100)}%" if self.is_share else _exactly(self.value)
+        return f"{self.metric}{self.op}{value}"
+
+    def _got(self, value: float, reference: float) -> float:
+        if self.metric == "metric":
+            return value
+        lost = reference - value if self.metric == "metric_drop" else value - reference
+        if not self.is_share:
+            return lost
+        if reference == 0:
+            return 0.0 if lost <= 0 else math.inf
+        return lost / abs(reference)
+
+    def check(self, value: float, reference: float) -> str | None:
+        """None when it holds; else a sentence with wanted and got."""
+        got = self._got(value, reference)
+        # 0.95 - 0.94 is a little above 0.01 in binary: that is no drop of more than 0.01.
+        slack = 1e-12 * max(abs(value), abs(reference), 1.0)
+        if got >= self.value - slack if self.op == ">=" else got <= self.value + slack:
+            return None
+        word = "at least" if self.op == ">=" else "at most"
+        shown = f"{got:.3%}" if self.is_share else _short(got)
+        limit = f"{self.value:.4g}" if not self.is_share else f"{self.value:.4%}"
+        return (
+            f"{self.metric} {shown}, wanted {word} {limit} "
+            f"(value {_short(value)}, the reference's {_short(reference)})"
+        )
+
+    def margin_db(self, value: float, reference: float) -> float:
+        """How far inside of the bound the metric is, as :meth:`Bound.margin_db`."""
+        got = self._got(value, reference)
+        if self.metric == "metric":
+            scale = max(abs(self.value), abs(reference), 1e-12)
+            distance = (got - self.value) if self.op == ">=" else (self.value - got)
+            room = 10.0 * distance / scale
+        else:
+            room = _room_db(self.value, got, 10.0)
+        return _signed(room, self.check(value, reference) is None)
+
+
+_TASK = re.compile(
+    r"^\s*(?P<metric>metric|metric_drop|metric_rise)\s*(?P<op>>=|<=)\s*(?P<value>[-+0-9.eE]+)"
+    r"\s*(?P<unit>%)?\s*$"
+)
+
+
+def _parse_task_bound(text: str) -> TaskBound | None:
+    match = _TASK.match(text)
+    if match is None:
+        return None
+    metric, op, is_share = match["metric"], match["op"], match["unit"] is not None
+    if metric == "metric" and is_share:
+        raise OptionError("--budget: metric has no %", do=f"write metric{op}NUMBER")
+    if metric != "metric" and op == ">=":
+        raise OptionError(f"--budget: {metric}>= makes no sense", do=f"write {metric}<=NUMBER")
+    value = _number(match["value"])
+    return TaskBound(
+        metric=metric, op=op, value=value / 100 if is_share else value, is_share=is_share
+    )
 
 
 def _exactly(value: float) -> str:
@@ -105,6 +218,7 @@ class Budget:
     outputs: Mapping[str, tuple[Bound, ...]] = field(default_factory=dict)
     may_be_constant: frozenset[str] = frozenset()
     source: str = "given"  # where the numbers come from, shown in the report
+    task: tuple[TaskBound, ...] = ()  # on the user's own metric
 
     @classmethod
     def parse(cls, *texts: str, base: Budget | None = None) -> Budget:
@@ -114,10 +228,15 @@ class Budget:
             OptionError: an unknown metric, a direction or number that makes no sense.
         """
         floats: tuple[Bound, ...] = ()
+        task: tuple[TaskBound, ...] = ()
         outputs: dict[str, tuple[Bound, ...]] = {}
         constant: set[str] = set()
         for text in texts:
-            name, bounds, allows = _parse_one(text)
+            of_task, left = _task_bounds(text)
+            task += of_task
+            if of_task and not left:
+                continue
+            name, bounds, allows = _parse_one(left)
             if name is None:
                 floats += bounds
                 continue
@@ -133,7 +252,8 @@ class Budget:
             integers=integers or base.integers,
             outputs={**base.outputs, **outputs},
             may_be_constant=base.may_be_constant | constant,
-            source="given" if floats or outputs else base.source,
+            source="given" if floats or outputs or task else base.source,
+            task=task or base.task,
         )
 
     def bounds(self, output: str, *, is_float: bool) -> tuple[Bound, ...]:
@@ -159,6 +279,7 @@ class Budget:
             "outputs": {name: [str(b) for b in bounds] for name, bounds in self.outputs.items()},
             "may_be_constant": sorted(self.may_be_constant),
             "source": self.source,
+            **({"task": [str(b) for b in self.task]} if self.task else {}),
         }
 
     @classmethod
@@ -173,7 +294,16 @@ class Budget:
             },
             may_be_constant=frozenset(data["may_be_constant"]),
             source=data["source"],
+            task=tuple(b for t in data.get("task", ()) if (b := _parse_task_bound(t))),
         )
+
+
+def _task_bounds(text: str) -> tuple[tuple[TaskBound, ...], str]:
+    """The bounds on the task metric in ``text``, and what is left of it."""
+    parts = text.split(",")
+    found = [(part, _parse_task_bound(part)) for part in parts]
+    task = tuple(bound for _, bound in found if bound is not None)
+    return task, ",".join(part for part, bound in found if bound is None) if task else text
 
 
 def _parse_one(text: str) -> tuple[str | None, tuple[Bound, ...], bool]:
@@ -212,9 +342,8 @@ def _parse_bound(text: str) -> Bound:
     if metric not in _METRICS:
         close = difflib.get_close_matches(metric, _METRICS, n=1)
         hint = f"the closest is '{close[0]}'; " if close else ""
-        raise OptionError(
-            f"--budget: unknown metric '{metric}'", do=f"{hint}known: {', '.join(_METRICS)}"
-        )
+        known = ", ".join((*_METRICS, "metric", "metric_drop", "metric_rise"))
+        raise OptionError(f"--budget: unknown metric '{metric}'", do=f"{hint}known: {known}")
     expected = _METRICS[metric][1]
     if match["op"] != expected:
         raise OptionError(

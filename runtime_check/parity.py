@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +15,14 @@ from tpu2edge.runtime_check.budget import Budget
 from tpu2edge.runtime_check.devices.client import Session, Tap
 from tpu2edge.runtime_check.metrics import OutputMeter, OutputMetrics
 from tpu2edge.runtime_check.reference.store import Reference, ReferenceWriter
+from tpu2edge.runtime_check.report.cases import (
+    REPORT_FORMAT_VERSION,
+    CaseReport,
+    ErrorSplit,
+    ParityReport,
+    Reason,
+)
+from tpu2edge.runtime_check.task_metric import TaskMetric, TaskValue
 from tpu2edge.types import (
     Array,
     EdgeModel,
@@ -38,249 +46,6 @@ __all__ = [
     "noise_floor",
 ]
 
-# 1 (2026-11-30): first version.
-REPORT_FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reason:
-    """Why a case is not a PASS, or (code ``flag-…``) what to know about one that is."""
-
-    code: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ErrorSplit:
-    """The size of each step of the error, as SQNR in dB against the float64 oracle, pooled.
-
-    Two branches leave the oracle: ``tpu_db`` is reference - oracle (the TPU's own rounding; None
-    when the reference is the eager module), and eager - oracle (``float32_db``), float ``.tflite``
-    - eager (``conversion_db``), quantized - float ``.tflite`` (``quantization_db``; None for a float
-    model, and with the conversion in it where the float file's outputs are not known) lead to the
-    file, which is ``edge_db`` away from the oracle. The smaller the number, the larger the step.
-    """
-
-    float32_db: float
-    conversion_db: float | None = None
-    quantization_db: float | None = None
-    tpu_db: float | None = None
-    edge_db: float | None = None
-
-    @property
-    def as_right_as_tpu(self) -> bool:
-        """Whether the file is no further from the oracle than the TPU itself is."""
-        if self.tpu_db is None or self.edge_db is None:
-            return False
-        return self.edge_db >= self.tpu_db
-
-    @property
-    def largest(self) -> str:
-        """The step that spends most of the budget: tpu, float32, conversion or quantization."""
-        steps = {
-            "tpu": self.tpu_db,
-            "float32": self.float32_db,
-            "conversion": self.conversion_db,
-            "quantization": self.quantization_db,
-        }
-        known = {name: value for name, value in steps.items() if value is not None}
-        return min(known, key=lambda name: known[name])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CaseReport:
-    """One output of one model on one device: numbers, verdict and reasons."""
-
-    model: str  # file name
-    recipe: str
-    device: str
-    signature: str
-    output: str
-    verdict: Verdict
-    budget: str
-    reasons: tuple[Reason, ...] = ()
-    metrics: OutputMetrics | None = None
-    split: ErrorSplit | None = None
-    against_eager: OutputMetrics | None = None  # when the reference is not the eager module itself
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        split = None
-        if self.split is not None:
-            split = {
-                "float32_db": _plain(self.split.float32_db),
-                "conversion_db": _plain(self.split.conversion_db),
-                "quantization_db": _plain(self.split.quantization_db),
-                "tpu_db": _plain(self.split.tpu_db),
-                "edge_db": _plain(self.split.edge_db),
-                "largest": self.split.largest,
-            }
-        return {
-            "model": self.model,
-            "recipe": self.recipe,
-            "device": self.device,
-            "signature": self.signature,
-            "output": self.output,
-            "verdict": str(self.verdict),
-            "budget": self.budget,
-            "reasons": [{"code": r.code, "text": r.text} for r in self.reasons],
-            "metrics": self.metrics.to_json() if self.metrics else None,
-            "against_eager": self.against_eager.to_json() if self.against_eager else None,
-            "error_split": split,
-            "in_words": _in_words(self),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CaseReport:
-        """The inverse of :meth:`to_json`."""
-        split = data.get("error_split")
-        return cls(
-            model=data["model"],
-            recipe=data["recipe"],
-            device=data["device"],
-            signature=data["signature"],
-            output=data["output"],
-            verdict=Verdict(data["verdict"]),
-            budget=data["budget"],
-            reasons=tuple(Reason(**item) for item in data["reasons"]),
-            metrics=OutputMetrics.from_json(data["metrics"]) if data["metrics"] else None,
-            split=None
-            if split is None
-            else ErrorSplit(
-                float32_db=float(split["float32_db"]),
-                conversion_db=_optional(split["conversion_db"]),
-                quantization_db=_optional(split["quantization_db"]),
-                tpu_db=_optional(split.get("tpu_db")),
-                edge_db=_optional(split.get("edge_db")),
-            ),
-            against_eager=OutputMetrics.from_json(data["against_eager"])
-            if data.get("against_eager")
-            else None,
-        )
-
-
-def _plain(value: float | None) -> float | str | None:
-    if value is None or math.isfinite(value):
-        return value
-    return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-
-
-def _optional(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParityReport:
-    """All cases of a check; ``verdict`` is ERROR if a device broke, else FAIL if a case failed."""
-
-    cases: tuple[CaseReport, ...]
-    reference: str  # one line: who, which precision, how many samples of what data
-    data_kind: str  # "synthetic", "files", …
-    samples: int
-    times: Mapping[str, Any] = field(default_factory=dict)  # per model file and device, ms
-
-    @property
-    def verdict(self) -> Verdict:
-        """The worst verdict of the cases; a report without cases is an ERROR."""
-        verdicts = {case.verdict for case in self.cases}
-        if Verdict.ERROR in verdicts or not verdicts:
-            return Verdict.ERROR
-        return Verdict.FAIL if Verdict.FAIL in verdicts else Verdict.PASS
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Whose error it is, one sentence for each model and output that has an error split."""
-        return tuple(
-            f"{case.recipe} on {case.device}, '{case.output}': {text}"
-            for case in self.cases
-            if (text := _in_words(case)) is not None
-        )
-
-    @property
-    def exit_code(self) -> int:
-        """0 all PASS, 1 a FAIL, 4 an ERROR."""
-        return {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.ERROR: 4}[self.verdict]
-
-    def case(
-        self,
-        output: str,
-        *,
-        recipe: str = "float32",
-        device: str = "host",
-        signature: str | None = None,
-    ) -> CaseReport:
-        """The case of one output, of the first signature that has it; KeyError if there is none."""
-        for case in self.cases:
-            if (case.output, case.recipe, case.device) == (output, recipe, device) and (
-                signature in (None, case.signature)
-            ):
-                return case
-        raise KeyError((output, recipe, device, signature))
-
-    def to_json(self, *, times: bool = True) -> dict[str, Any]:
-        """Plain data; without ``times`` the same check gives the same data."""
-        data: dict[str, Any] = {
-            "kind": "tpu2edge-parity",
-            "format_version": REPORT_FORMAT_VERSION,
-            "verdict": str(self.verdict),
-            "reference": self.reference,
-            "data": self.data_kind,
-            "samples": self.samples,
-            "cases": [case.to_json() for case in self.cases],
-        }
-        if times:
-            data["times"] = dict(self.times)
-        return data
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ParityReport:
-        """The inverse of :meth:`to_json`."""
-        return cls(
-            cases=tuple(CaseReport.from_json(item) for item in data["cases"]),
-            reference=data["reference"],
-            data_kind=data["data"],
-            samples=data["samples"],
-            times=data.get("times", {}),
-        )
-
-    def merged(self, other: ParityReport) -> ParityReport:
-        """Both reports as one; the line on the reference is this one's."""
-        return replace(self, cases=self.cases + other.cases, times={**self.times, **other.times})
-
-
-_STEP_WORDS = {
-    "tpu": "the TPU's own rounding",
-    "float32": "rounding to float32",
-    "conversion": "the conversion",
-    "quantization": "the quantization",
-}
-
-
-def _in_words(case: CaseReport) -> str | None:
-    """Which step spends most of the error, how large the others are, and what that means."""
-    split = case.split
-    if split is None:
-        return None
-    steps = {
-        name: value for name in _STEP_WORDS if (value := getattr(split, f"{name}_db")) is not None
-    }
-    largest = split.largest
-    others = ", ".join(f"{name} {_shown(v)}" for name, v in steps.items() if name != largest)
-    text = f"the largest step of the error is {_STEP_WORDS[largest]}: {_shown(steps[largest])}"
-    text += f" ({others})" if others else ""
-    if split.tpu_db is not None and split.edge_db is not None:
-        text += (
-            f"; from float64 the TPU is {_shown(split.tpu_db)} away, the file "
-            f"{_shown(split.edge_db)}"
-        )
-        if split.as_right_as_tpu:
-            text += ": the file is as right as the TPU"
-    return text
-
-
-def _shown(value: float) -> str:
-    return f"{value:.1f} dB" if math.isfinite(value) else f"{value} dB"
-
 
 def check_model(
     model: EdgeModel,
@@ -299,6 +64,7 @@ def check_model(
     constant_outputs: frozenset[str] = frozenset(),
     other_outputs: frozenset[str] = frozenset(),
     keep: Path | None = None,
+    metric: TaskMetric | None = None,
     log: IO[bytes] | None = None,
     progress: Progress = no_progress,
 ) -> ParityReport:
@@ -322,11 +88,13 @@ def check_model(
         constant_outputs: outputs known not to depend on any input.
         other_outputs: outputs of the file's other signatures, which the budget may name, too.
         keep: folder to keep the file's outputs in, as a reference of provider "litert".
+        metric: the user's own, over all samples: a case of its own, held to ``budget.task``.
         log: where the worker's stderr goes.
         progress: told about each sample.
 
     Returns:
-        A report with one case per output. A device that breaks gives ERROR cases, no exception.
+        A report with one case per output (and one for ``metric``). A device that breaks gives
+        ERROR cases, no exception.
 
     Raises:
         OptionError: the budget names unknown outputs, the file lacks the signature.
@@ -353,6 +121,7 @@ def check_model(
 
     stage = f"check {model.path.name} on {device}"
     times: dict[str, Any] = {}
+    given: list[Tensors] | None = [] if metric is not None else None
     try:
         with Session(
             model.path, command=command, threads=threads, device=device, log=log
@@ -374,6 +143,7 @@ def check_model(
                     _is_tpu(reference),
                 ),
                 lambda done: progress(stage, done, len(reference)),
+                given,
             )
             which = f"#{actual.name}" if len(session.signatures) > 1 else ""
             times[f"{model.path.name}@{device}{which}"] = {
@@ -383,7 +153,22 @@ def check_model(
     except DeviceError as error:
         reason = Reason(code=f"device-{error.step}", text=str(error))
         return report(cases.all(Verdict.ERROR, reason), {})
-    return report(tuple(cases.judge(meters[name], name, constant) for name in names), times)
+    found = tuple(cases.judge(meters[name], name, constant) for name in names)
+    if metric is not None and given is not None:
+        found += (cases.judge_task(_task_value(metric, reference, given)),)
+    return report(found, times)
+
+
+def _task_value(metric: TaskMetric, reference: Reference, given: Sequence[Tensors]) -> TaskValue:
+    every = range(len(reference))
+    names = [spec.name for spec in reference.signature.outputs]
+    trusted = [{name: reference.outputs(i)[name] for name in names} for i in every]
+    return metric(
+        given,
+        inputs=[reference.inputs(i) for i in every],
+        ids=reference.sample_ids,
+        reference=trusted,
+    )
 
 
 def check_taps(
@@ -528,7 +313,12 @@ def _db(signal: float, noise: float) -> float:
 
 
 def _run(
-    session: Session, actual: Signature, reference: Reference, side: _Side, done: Any
+    session: Session,
+    actual: Signature,
+    reference: Reference,
+    side: _Side,
+    done: Any,
+    given: list[Tensors] | None = None,  # takes all outputs
 ) -> dict[str, _Output]:
     expected = reference.signature
     outputs = {spec.name: _new_output(spec.name, side) for spec in expected.outputs}
@@ -541,6 +331,8 @@ def _run(
     for index, stored in zip(range(len(reference)), runs, strict=True):
         got = {name: _real(stored[name], specs[name]) for name in outputs}
         _gather(outputs, expected, reference, side, index, got)
+        if given is not None:
+            given.append({name: np.array(value) for name, value in got.items()})
         if writer is not None:
             writer.add(Sample(id=reference.sample_ids[index], inputs={}), got)
         done(index + 1)
@@ -782,6 +574,23 @@ class _Cases:
             metrics=metrics,
             split=gathered.split(self.model.recipe != "float32"),
             against_eager=gathered.eager_meter.metrics() if gathered.eager_meter else None,
+        )
+
+    def judge_task(self, value: TaskValue) -> CaseReport:
+        """The case of the user's own metric."""
+        faults = value.faults(self.budget.task)
+        reasons = [Reason(code="budget", text=text) for text in faults]
+        reasons.append(Reason(code="flag-task", text=str(value)))
+        return CaseReport(
+            model=self.model.path.name,
+            recipe=self.model.recipe,
+            device=self.device,
+            signature=self.expected.name,
+            output=f"metric {value.name}",
+            verdict=Verdict.FAIL if faults else Verdict.PASS,
+            budget=",".join(map(str, self.budget.task)) or "none",
+            reasons=tuple(reasons),
+            task=value,
         )
 
     def _conversion_faults(self, meter: OutputMeter, name: str, is_float: bool) -> Iterator[Reason]:

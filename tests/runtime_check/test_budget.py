@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -192,3 +193,26 @@ def test_a_budget_survives_json(floats, outputs, constant):
         source="made up",
     )
     assert Budget.from_json(json.loads(json.dumps(budget.to_json()))) == budget
+
+
+@pytest.mark.parametrize(
+    ("text", "noise", "margin"),
+    [
+        ("sqnr>=20dB", 0.1, 0.0),
+        ("sqnr>=26dB", 0.1, -6.0),
+        ("range_error<=0.2", 0.1, 6.02),
+        ("max_abs<=0.05", 0.1, -6.02),
+    ],
+)
+def test_the_margin_of_a_bound_is_told_in_decibels(text, noise, margin):
+    reference = np.array([1.0, 0.0, 0.0, 0.0])
+    (bound,) = Budget.parse(text).floats
+    metrics = metrics_of(reference, reference + np.array([noise, 0, 0, 0]))
+    assert bound.margin_db(metrics) == pytest.approx(margin, abs=0.01)
+    assert (bound.margin_db(metrics) >= 0) == (bound.check(metrics) is None)
+
+
+def test_a_nan_has_no_margin():
+    (bound,) = Budget.parse("sqnr>=20dB").floats
+    metrics = replace(metrics_of(np.ones(2), np.ones(2)), sqnr_db_worst=math.nan)
+    assert bound.margin_db(metrics) == -math.inf

@@ -26,6 +26,7 @@ from tpu2edge.runtime_check.parity import (
     check_model,
 )
 from tpu2edge.runtime_check.reference import Reference, ReferenceWriter
+from tpu2edge.runtime_check.task_metric import load_task_metric
 from tpu2edge.types import EdgeModel, Sample, Signature, TensorSpec, Verdict
 
 F = np.float32
@@ -644,3 +645,28 @@ def test_the_largest_step_is_the_one_with_fewest_decibels():
     assert ErrorSplit(float32_db=120.0).largest == "float32"
     split = ErrorSplit(float32_db=120.0, conversion_db=float("inf"), quantization_db=30.0)
     assert split.largest == "quantization"
+
+
+def test_the_users_own_metric_is_a_case_of_its_own(tmp_path, right):
+    (tmp_path / "metrics.py").write_text(
+        "def energy(outputs, inputs, ids, reference):\n"
+        "    assert len(outputs) == len(inputs) == len(ids) == len(reference)\n"
+        "    return float(sum((o['scaled'] ** 2).sum() for o in outputs))\n"
+    )
+    reference = write_reference(tmp_path / "reference")
+    wanted = sum(float((affine(x)["scaled"] ** 2).sum()) for x in SAMPLES)
+    for text, verdict in (
+        ("metric_drop<=1%", Verdict.PASS),
+        (f"metric>={2 * wanted}", Verdict.FAIL),
+    ):
+        report = check_model(
+            right,
+            reference,
+            Budget.parse(text, base=FLOAT),
+            metric=load_task_metric(f"{tmp_path / 'metrics.py'}:energy"),
+        )
+        case = report.case("metric energy")
+        assert case.verdict == report.verdict == verdict
+        assert case.task is not None
+        assert case.task.value == pytest.approx(wanted, rel=1e-5)
+        assert ParityReport.from_json(report.to_json()).case("metric energy") == case
