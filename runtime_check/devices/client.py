@@ -13,7 +13,6 @@ import select
 import signal
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,11 +25,11 @@ import numpy as np
 
 from tpu2edge.children import ending
 from tpu2edge.errors import DataError, DeviceError, Place
+from tpu2edge.runtime_check.devices.host import host_command
+from tpu2edge.runtime_check.devices.runners import Launch
 from tpu2edge.types import Array, Dim, Signature, Tensors, TensorSpec
 
 __all__ = ["Session", "Tap", "host_command"]
-
-_WORKER = Path(__file__).with_name("worker.py")
 
 # One request carries as many samples as fit into this, so that memory stays bounded.
 _CHUNK_BYTES = 32 << 20
@@ -46,11 +45,6 @@ _DYING_S = 5.0
 DEFAULT_TIMEOUT_S = 600.0
 
 
-def host_command() -> list[str]:
-    """The command that starts a worker on this machine."""
-    return [sys.executable, "-u", str(_WORKER)]
-
-
 class Tap(NamedTuple):
     """A tensor inside the graph of one signature, and the name its values come under."""
 
@@ -63,13 +57,15 @@ class Session:
     """A model loaded on a device; close it, or use it as a context manager.
 
     Args:
-        command: what starts the worker process.
         model: the ``.tflite`` file.
-        threads: LiteRT's number of threads; 1 if None.
-        kernels: "default" (XNNPACK where it applies), "builtin" or "reference".
+        launch: how a device's worker is started (:func:`runners.launch_of`); this machine if None.
+        command: what starts the worker process instead.
+        threads: LiteRT's number of threads; the launch's own, or 1, if None.
+        kernels: "default" (XNNPACK where it applies), "builtin" or "reference"; the launch's own
+            if None.
         taps: tensors inside the graph whose values are wanted besides the outputs. LiteRT keeps
             every tensor then, and XNNPACK may fuse less: check that the outputs stay what they are.
-        device: the device's name for messages.
+        device: the device's name for messages; the launch's own if None.
         log: where the process's stderr goes, besides the tail kept for messages.
         timeout_s: how long one request may take.
 
@@ -81,25 +77,29 @@ class Session:
         self,
         model: Path,
         *,
+        launch: Launch | None = None,
         command: Sequence[str] | None = None,
         threads: int | None = None,
-        kernels: str = "default",
+        kernels: str | None = None,
         taps: Sequence[Tap] = (),
-        device: str = "host",
+        device: str | None = None,
         log: IO[bytes] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self.device = device
+        if launch is None:
+            launch = Launch(device=device or "host", command=tuple(command or host_command()))
+        self.launch = launch
+        self.device = device = device or launch.device
         self.model = model
         self.times: dict[str, float] = {}
         self.peak_rss_kb = 0
         self._log = log
         self._timeout_s = timeout_s
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+        env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **launch.env}
         try:
             self._process = subprocess.Popen(
-                list(command or host_command()),
+                list(command or launch.command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
@@ -116,17 +116,22 @@ class Session:
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)  # a worker that hangs must time out
         try:
-            self._answer("start")
+            self.hello, _ = self._answer("start")
             header: dict[str, Any] = {
+                **launch.load,
                 "op": "load",
-                "path": str(model),
-                "threads": threads,
-                "kernels": kernels,
+                "path": launch.path_on_device(model),
                 "taps": [
                     {"name": tap.name, "index": tap.tensor, "signature": tap.signature}
                     for tap in taps
                 ],
             }
+            if launch.limit_bytes is not None:
+                header["limit_bytes"] = launch.limit_bytes
+            if threads is not None:
+                header["threads"] = threads
+            if kernels is not None:
+                header["kernels"] = kernels
             answer, _ = self._request(header, {}, "load")
             self.times["load_ms"] = float(answer["load_ms"])
             self.signatures = tuple(_signature(item) for item in answer["signatures"])
