@@ -43,7 +43,9 @@ __all__ = [
     "Reason",
     "check_model",
     "check_taps",
+    "fit_sample",
     "noise_floor",
+    "real_values",
 ]
 
 
@@ -216,7 +218,7 @@ def check_taps(
         ):
             actual = _matching(plain.signatures, taps[0].signature, expected.name)
             feeds = [
-                _fit(reference.inputs(i), actual, name)
+                fit_sample(reference.inputs(i), actual, name)
                 for i, name in enumerate(reference.sample_ids)
             ]
             runs = zip(plain.run(actual.name, feeds), tapped.run(actual.name, feeds), strict=True)
@@ -324,12 +326,13 @@ def _run(
     outputs = {spec.name: _new_output(spec.name, side) for spec in expected.outputs}
     specs = {spec.name: spec for spec in actual.outputs}
     feeds = (
-        _fit(reference.inputs(i), actual, reference.sample_ids[i]) for i in range(len(reference))
+        fit_sample(reference.inputs(i), actual, reference.sample_ids[i])
+        for i in range(len(reference))
     )
     writer = _writer(side, reference)
     runs = session.run(actual.name, feeds)
     for index, stored in zip(range(len(reference)), runs, strict=True):
-        got = {name: _real(stored[name], specs[name]) for name in outputs}
+        got = {name: real_values(stored[name], specs[name]) for name in outputs}
         _gather(outputs, expected, reference, side, index, got)
         if given is not None:
             given.append({name: np.array(value) for name, value in got.items()})
@@ -401,7 +404,7 @@ def _writer(side: _Side, reference: Reference) -> ReferenceWriter | None:
     )
 
 
-def _fit(inputs: Tensors, actual: Signature, sample: str) -> dict[str, Array]:
+def fit_sample(inputs: Tensors, actual: Signature, sample: str) -> dict[str, Array]:
     """The sample in the file's own types; floats are quantized where the file wants integers."""
     wanted = {spec.name: spec for spec in actual.inputs}
     if set(wanted) != set(inputs):
@@ -451,7 +454,8 @@ def _narrows(array: Array, dtype: np.dtype[Any]) -> bool:
     return True
 
 
-def _real(stored: Array, spec: TensorSpec) -> Array:
+def real_values(stored: Array, spec: TensorSpec) -> Array:
+    """What a file gave, as real numbers: scale * (q - zero point) where it is quantized."""
     if spec.scale is None or np.asarray(stored).dtype.kind not in "iu":
         return stored
     values = np.asarray(stored).astype(np.float32)
