@@ -1,0 +1,851 @@
+"""The smallest (or fastest) mixed recipe within a budget: ``--recipe auto``.
+
+The search is a function of what it measures, and of nothing else: no clock and no random number
+decides which file comes next. Every measurement goes into the checkpoint at once, so that a search
+that was killed is run again from the start with all answers at hand, and ends as if it had not
+been.
+
+1. The float file and the plain recipes are measured. From now on there is a best file on disk.
+2. Units (see sensitivity.py) are measured alone, at the level that matters most for this budget.
+3. The cheapest assignment whose noises add up to what the budget allows is computed; noises it
+   rests on that are only guessed are measured, until none is left.
+4. That file is made and measured; how far the sum was off corrects the allowance; again from 3.
+5. From the best file, single exchanges and pairs that would save bytes are tried.
+6. Mixed static recipes, if there are ranges of activations: what is worst in integers goes back.
+7. The best candidates are measured on the held-out samples. What fails there raises the bar, and
+   the search goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from tpu2edge.errors import BundleError, OptionError, QuantizationError
+from tpu2edge.files import canonical_json, sha256_of, write_atomically
+from tpu2edge.flatbuffer import read_tflite
+from tpu2edge.quantize.apply import Ranges
+from tpu2edge.quantize.recipes import Recipe, recipe
+from tpu2edge.quantize.sensitivity import (
+    FLOAT,
+    LEVELS,
+    Assignment,
+    NoiseModel,
+    Unit,
+    cheapest,
+    rules_of,
+    units_of,
+)
+from tpu2edge.types import Progress, no_progress
+
+__all__ = [
+    "Candidate",
+    "Evaluation",
+    "Evaluator",
+    "Obstacle",
+    "QuantizerLike",
+    "SearchResult",
+    "pareto",
+    "search",
+]
+
+#: Of the checkpoint. 1: 2026-12-01.
+FORMAT_VERSION = 1
+
+Goal = Literal["size", "latency"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """How one file did. ``budget_margin`` is the worst bound's distance from its limit, in dB for
+    bounds on the SQNR, relative for others; below 0 the budget is not met."""
+
+    budget_margin: float
+    sqnr_db: float  # of the worst output and sample
+    latency_ms: float
+    size_bytes: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Evaluator(Protocol):
+    """Runs a file and compares it with the reference; what a budget is, is its own affair.
+
+    An evaluator may have a method ``probe(model) -> Evaluation`` besides, which takes fewer of the
+    search samples and no care with the latency. Single units are measured by it.
+    """
+
+    def __call__(self, model: Path, *, held_out: bool) -> Evaluation:
+        """The figures on the samples of the search, or on those that are held out from it."""
+        ...
+
+
+class QuantizerLike(Protocol):
+    """What makes files of recipes: a Quantizer, best one that remembers."""
+
+    def quantize(self, target: Path, recipe: Recipe, ranges: Ranges | None = None) -> Any:
+        """Write to ``target`` what ``recipe`` makes of the float file."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One file that was measured in full; ``ranges`` names the estimator of a static recipe's."""
+
+    recipe: Recipe
+    ranges: str | None
+    evaluation: Evaluation  # on the samples of the search
+    held_out: Evaluation | None = None
+    levels: Mapping[str, int] = field(default_factory=dict)  # units at each level; {}: a whole recipe
+
+    @property
+    def met(self) -> bool:
+        """Whether the budget is met on all samples it was measured on."""
+        return self.evaluation.budget_margin >= 0 and (
+            self.held_out is None or self.held_out.budget_margin >= 0
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Obstacle:
+    """A unit that stands in the way: alone, at its ``level``, its SQNR is ``sqnr_db``."""
+
+    tensors: tuple[str, ...]  # names of its weights in the file
+    scope: str
+    op: str
+    level: str
+    sqnr_db: float
+    share: float  # of the noise of the file in question
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchResult:
+    """What a search came to. ``best`` meets the budget if ``met``, else it is the nearest miss."""
+
+    met: bool
+    best: Candidate
+    sha256: str
+    rows: tuple[Candidate, ...]  # all that were measured in full, the smallest first
+    obstacles: tuple[Obstacle, ...]  # the noisiest units of ``best``; if not met: what must change
+    evaluations: int  # runs of the evaluator, of earlier parts of a resumed search too
+    evaluations_now: int
+    seconds: float
+    finished: bool  # False: the time was out
+    float32: Candidate
+
+
+def pareto(rows: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Those that no other beats in size, SQNR and latency at once, the smallest first."""
+    kept: list[Candidate] = []
+    for row in rows:
+        mine = _figures(row)
+        if not any(
+            all(a <= b for a, b in zip(_figures(other), mine, strict=True))
+            and _figures(other) != mine
+            for other in rows
+        ):
+            kept.append(row)
+    return tuple(sorted(kept, key=_figures))
+
+
+def _figures(row: Candidate) -> tuple[float, float, float]:
+    e = row.evaluation
+    return (e.size_bytes, -e.sqnr_db, e.latency_ms)
+
+
+def search(
+    source: Path,
+    target: Path,
+    *,
+    quantizer: QuantizerLike,
+    evaluator: Evaluator,
+    ranges: Mapping[str, Ranges] | None = None,
+    levels: Iterable[str] | None = None,
+    optimize: Goal = "size",
+    time_limit_s: float | None = None,
+    max_evaluations: int | None = None,
+    checkpoint: Path | None = None,
+    fingerprint: str = "",
+    progress: Progress = no_progress,
+) -> SearchResult:
+    """Write to ``target`` the best file within the evaluator's budget, and tell how it was found.
+
+    ``target`` and the recipe beside it (``target`` with the suffix ``.recipe.json``) are replaced
+    in one rename each whenever a better file is known.
+
+    Args:
+        source: the float file.
+        target: where the best file goes.
+        quantizer: makes the files; it holds ``source``.
+        evaluator: measures them.
+        ranges: ranges of activations by estimator; static recipes are left out without them.
+        levels: names of LEVELS to choose from; all that can be had if None.
+        optimize: the fewest bytes, or the shortest run.
+        time_limit_s: after this, no evaluation is begun but those that the best file's held-out
+            figures need.
+        max_evaluations: the same, counted.
+        checkpoint: a file that keeps all that was measured; if it is there, it is gone on with.
+        fingerprint: of what the evaluator compares with (samples, reference, budget): a checkpoint
+            with another one is refused.
+        progress: told what is under way.
+
+    Raises:
+        OptionError: an unknown level, or a checkpoint of another search.
+        QuantizationError: not even the plain recipes can be applied.
+    """
+    if levels is not None:
+        levels = tuple(levels)
+        unknown = [level for level in levels if level not in LEVELS]
+        if unknown:
+            raise OptionError(f"unknown level '{unknown[0]}'", do=f"known: {', '.join(LEVELS)}")
+    if optimize not in ("size", "latency"):
+        raise OptionError(f"cannot optimize '{optimize}'", do="known: size, latency")
+    with tempfile.TemporaryDirectory(prefix=".tpu2edge-search-", dir=target.parent) as folder:
+        run = _Search(
+            source=source,
+            target=target,
+            scratch=Path(folder) / "candidate.tflite",
+            quantizer=quantizer,
+            evaluator=evaluator,
+            ranges=dict(ranges or {}),
+            levels=levels,
+            goal=optimize,
+            deadline=None if time_limit_s is None else time.monotonic() + time_limit_s,
+            max_evaluations=max_evaluations,
+            memo=_Memo(checkpoint, source, fingerprint),
+            progress=progress,
+        )
+        return run.run()
+
+
+class _Out(Exception):
+    """The time is out, or the number of evaluations."""
+
+
+class _Memo:
+    """All measurements by what was measured; on disk after each, if there is a file for it."""
+
+    def __init__(self, path: Path | None, source: Path, fingerprint: str) -> None:
+        self.path = path
+        self.head = {
+            "format_version": FORMAT_VERSION,
+            "source_sha256": sha256_of(source),
+            "fingerprint": fingerprint,
+        }
+        self.measured: dict[str, Evaluation] = {}
+        self.seconds = 0.0
+        if path is not None and path.exists():
+            self._load(path)
+
+    def _load(self, path: Path) -> None:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            head = {key: data[key] for key in self.head}
+            measured = {key: Evaluation(**value) for key, value in data["measured"].items()}
+            seconds = float(data["seconds"])
+        except (OSError, ValueError, KeyError, TypeError) as err:
+            raise BundleError(
+                f"'{path}' is no checkpoint of a search, or a damaged one: {err}",
+                do="remove it to begin anew",
+            ) from err
+        for key, value in self.head.items():
+            if head[key] != value:
+                raise OptionError(
+                    f"the checkpoint '{path}' belongs to another search: its {key} is "
+                    f"'{head[key]}', not '{value}'",
+                    do="name another file, or remove it to begin anew",
+                )
+        self.measured, self.seconds = measured, seconds
+
+    def put(self, key: str, evaluation: Evaluation, seconds: float) -> None:
+        self.measured[key] = evaluation
+        if self.path is None:
+            return
+        rows = {
+            name: {
+                "budget_margin": e.budget_margin,
+                "sqnr_db": e.sqnr_db,
+                "latency_ms": e.latency_ms,
+                "size_bytes": e.size_bytes,
+                "metrics": dict(e.metrics),
+            }
+            for name, e in self.measured.items()
+        }
+        # Not canonical_json: an exact result has an infinite SQNR, which JSON proper cannot say.
+        text = json.dumps({**self.head, "seconds": seconds, "measured": rows}, indent=1)
+        write_atomically(self.path, text)
+
+
+# Plain recipes to begin with, by the level that they give to all units.
+_WHOLE = {
+    "float16": "float16",
+    "int8-dynamic": "dynamic_wi8_afp32",
+    "int8-weights": "weight_only_wi8_afp32",
+    "int4-dynamic": "int4",
+    "int4-weights": "int4-weight-only",
+    "int4-dynamic-b32": "int4-block32",
+}
+
+# Share of the allowed noise from which on a guessed noise is not good enough.
+_UNKNOWN_SHARE = 0.02  # of a unit that was never measured
+_DERIVED_SHARE = 0.10  # of one that was, at another level
+
+_FITS = 10  # rounds of steps 3 and 4
+_PATIENCE = 6  # exchanges in a row that gain nothing before step 5 ends
+_SMALL = 12  # up to so many units, exchanges are cheap and few: more are tried
+_PATIENCE_SMALL = 24
+_WORTH = 0.0005  # share of the file that an exchange must save
+
+
+@dataclass(kw_only=True)
+class _Search:
+    source: Path
+    target: Path
+    scratch: Path
+    quantizer: QuantizerLike
+    evaluator: Evaluator
+    ranges: dict[str, Ranges]
+    levels: tuple[str, ...] | None
+    goal: Goal
+    deadline: float | None
+    max_evaluations: int | None
+    memo: _Memo
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.started = time.monotonic()
+        self.file = read_tflite(self.source)
+        self.units = units_of(self.file, self.levels)
+        self.model = NoiseModel(self.units)
+        self.rows: dict[str, Candidate] = {}
+        self.assignments: dict[str, Assignment] = {}
+        self.best: Candidate | None = None
+        self.on_disk = ""
+        self.now = 0
+        self.floor = 0.0
+        self.kept_size = self.source.stat().st_size
+        self.bar = 0.0  # margin that the search samples must show, raised by held-out failures
+        self.scale = 1.0  # what sums of noises have to be multiplied by
+
+    # ---------------------------------------------------------------------------- measuring
+
+    def _key(self, what: Recipe, ranges: str | None, kind: str) -> str:
+        text = json.dumps([what.to_json(), ranges if what.needs_calibration else None])
+        return f"{kind} {hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+    def _check_time(self) -> None:
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            raise _Out
+        if self.max_evaluations is not None and len(self.memo.measured) >= self.max_evaluations:
+            raise _Out
+
+    def _build(self, what: Recipe, ranges: str | None) -> None:
+        if not what.rules:
+            shutil.copyfile(self.source, self.scratch)
+            return
+        known = self.ranges[ranges] if ranges is not None and what.needs_calibration else None
+        self.quantizer.quantize(self.scratch, what, known)
+
+    def _measure(
+        self, what: Recipe, ranges: str | None, kind: str, run: Callable[[Path], Evaluation]
+    ) -> Evaluation:
+        key = self._key(what, ranges, kind)
+        known = self.memo.measured.get(key)
+        if known is not None:
+            return known
+        if kind != "held-out":
+            self._check_time()
+        self._build(what, ranges)
+        evaluation = replace(run(self.scratch), size_bytes=self.scratch.stat().st_size)
+        self.now += 1
+        self.memo.put(key, evaluation, self._seconds())
+        return evaluation
+
+    def _seconds(self) -> float:
+        return self.memo.seconds + time.monotonic() - self.started
+
+    def _full(
+        self,
+        what: Recipe,
+        ranges: str | None = None,
+        assignment: Assignment | None = None,
+    ) -> Candidate:
+        """The figures of one file on all samples of the search; it may become the best."""
+        key = self._key(what, ranges, "full")
+        if key in self.rows:
+            return self.rows[key]
+        evaluation = self._measure(
+            what, ranges, "full", lambda path: self.evaluator(path, held_out=False)
+        )
+        counts: dict[str, int] = {}
+        for level in assignment or ():
+            counts[level] = counts.get(level, 0) + 1
+        row = Candidate(
+            recipe=what,
+            ranges=ranges if what.needs_calibration else None,
+            evaluation=evaluation,
+            levels=counts,
+        )
+        self.rows[key] = row
+        if assignment is not None:
+            self.assignments[key] = assignment
+        self._consider(row)
+        self.progress("search", len(self.memo.measured), None)
+        return row
+
+    def _consider(self, row: Candidate) -> None:
+        margin = row.evaluation.budget_margin
+        if math.isnan(margin) or margin < self.bar or not row.met:
+            return
+        if self.best is None or self._cost(row) < self._cost(self.best):
+            self.best = row
+            self._publish(row)
+
+    def _publish(self, row: Candidate) -> None:
+        """Put the file and its recipe on disk, unless they are there."""
+        key = self._key(row.recipe, row.ranges, "full")
+        if key == self.on_disk:
+            return
+        self._build(row.recipe, row.ranges)
+        self.scratch.replace(self.target)
+        write_atomically(
+            self.target.with_suffix(".recipe.json"), canonical_json(row.recipe.to_json())
+        )
+        self.on_disk = key
+
+    def _cost(self, row: Candidate) -> tuple[float, float]:
+        e = row.evaluation
+        if self.goal == "latency":
+            return (e.latency_ms, e.size_bytes)
+        return (e.size_bytes, e.latency_ms)
+
+    def _noise(self, evaluation: Evaluation) -> float:
+        if math.isnan(evaluation.sqnr_db):
+            return math.inf
+        return max(0.0, 10 ** (-evaluation.sqnr_db / 10) - self.floor)
+
+    def _probe(self, unit: int, level: str) -> None:
+        """Measure one unit at a level, all others float."""
+        if (unit, level) in self.model.measured:
+            return
+        assignment = tuple(
+            level if index == unit else FLOAT for index in range(len(self.units))
+        )
+        alone = Recipe(name="auto", rules=rules_of(self.units, assignment))
+        probe: Callable[[Path], Evaluation] | None = getattr(self.evaluator, "probe", None)
+        try:
+            evaluation = self._measure(
+                alone,
+                None,
+                "probe",
+                probe or (lambda path: self.evaluator(path, held_out=False)),
+            )
+        except QuantizationError:  # upstream cannot, whatever its policy says
+            self.model.measured[unit, level] = math.inf
+            return
+        noise = 10 ** (-evaluation.sqnr_db / 10) - self.floor
+        self.model.measured[unit, level] = max(noise, 1e-15) if noise == noise else math.inf
+        self.model.bytes[unit, level] = evaluation.size_bytes - self.kept_size
+        self.progress("search", len(self.memo.measured), None)
+
+    # -------------------------------------------------------------------------------- steps
+
+    def run(self) -> SearchResult:
+        finished = True
+        float32 = self._full_unlimited()
+        try:
+            self._plain()
+            self._mixes()
+        except _Out:
+            finished = False
+        best, met = self._finish(float32)
+        return self._result(best, met, finished, float32)
+
+    def _full_unlimited(self) -> Candidate:
+        deadline, most = self.deadline, self.max_evaluations
+        self.deadline = self.max_evaluations = None
+        row = self._full(Recipe(name=FLOAT, rules=()))
+        self.deadline, self.max_evaluations = deadline, most
+        self.floor = 10 ** (-row.evaluation.sqnr_db / 10)
+        return row
+
+    def _offered(self, level: str) -> bool:
+        return any(level in unit.levels for unit in self.units)
+
+    def _plain(self) -> None:
+        refused: list[QuantizationError] = []
+        for level, name in _WHOLE.items():
+            if not self._offered(level):
+                continue
+            whole = recipe(name)
+            try:
+                row = self._full(whole)
+            except QuantizationError as err:
+                refused.append(err)
+                continue
+            self.model.totals[level] = self._noise(row.evaluation)
+        if self.units and refused and len(self.rows) == 1:
+            raise refused[0]
+        if self.levels is None or "int8-static" in self.levels:
+            for estimator in self.ranges:
+                for name in ("int8-static",):
+                    try:
+                        self._full(recipe(name), estimator)
+                    except QuantizationError:
+                        continue
+
+    def _mixes(self) -> None:
+        if not any(len(unit.levels) > 1 for unit in self.units):
+            return
+        self._kept()
+        while True:
+            self._pivot()
+            self._fit()
+            self._exchange()
+            self._static()
+            if self._confirmed():
+                return
+
+    def _kept(self) -> None:
+        """Bytes of the float file as ai-edge-quantizer writes it, which others are compared to."""
+        size = self.memo.measured.get("kept")
+        if size is None:
+            keep_all = Recipe(name=FLOAT, rules=(LEVELS[FLOAT].rule(".*"),))
+            self._build(keep_all, None)
+            size = Evaluation(
+                budget_margin=0.0,
+                sqnr_db=0.0,
+                latency_ms=0.0,
+                size_bytes=self.scratch.stat().st_size,
+            )
+            self.memo.put("kept", size, self._seconds())
+        self.kept_size = size.size_bytes
+
+    def _allowed(self) -> float:
+        """Noise at which the budget is just met, by what is known now."""
+        margins = [
+            (row.evaluation.sqnr_db, row.evaluation.budget_margin - self.bar)
+            for row in self.rows.values()
+            if math.isfinite(row.evaluation.sqnr_db) and math.isfinite(row.evaluation.budget_margin)
+        ]
+        met = [sqnr for sqnr, margin in margins if margin >= 0]
+        missed = [sqnr for sqnr, margin in margins if margin < 0]
+        sqnr, margin = min(margins, key=lambda pair: abs(pair[1]))
+        limit = sqnr - margin
+        if (met and limit > min(met) + 1e-6) or (missed and limit <= max(missed) - 1e-6):
+            # The margin is not counted in dB of SQNR: between what passed and what did not.
+            if met and missed and max(missed) < min(met):
+                limit = (max(missed) + min(met)) / 2
+            elif met:
+                limit = min(met)
+            else:
+                limit = max(missed) + 1.0
+        return max(0.0, float(10 ** (-limit / 10)) - self.floor)
+
+    def _pivot(self) -> None:
+        """Measure every unit at the level whose whole recipe is nearest to the allowance."""
+        allowed = self._allowed()
+        known = {
+            level: total for level, total in self.model.totals.items() if 0 < total < math.inf
+        }
+        if not known or allowed <= 0:
+            return
+        pivot = min(known, key=lambda level: abs(math.log(known[level] / allowed)))
+        total = sum(unit.elements for unit in self.units)
+        for index, unit in sorted(
+            enumerate(self.units), key=lambda pair: (-pair[1].elements, pair[0])
+        ):
+            level = pivot if pivot in unit.levels else self._nearest(unit, pivot)
+            if level != FLOAT and unit.elements >= total * 1e-3:
+                self._probe(index, level)
+
+    def _nearest(self, unit: Unit, level: str) -> str:
+        worth = LEVELS[level].noise
+        others = [other for other in unit.levels if other != FLOAT]
+        if not others:
+            return FLOAT
+        return min(others, key=lambda other: abs(math.log(LEVELS[other].noise / worth)))
+
+    def _price(self, index: int, level: str) -> float:
+        """What a level costs: bytes, or time; a little of the other decides ties."""
+        size = self.model.size(index, level)
+        unit = self.units[index]
+        slow = unit.macs * (0.3 if LEVELS[level].integer else 1.0)
+        total = sum(u.macs for u in self.units) or 1
+        bytes_all = self.kept_size
+        if self.goal == "latency":
+            return slow / total * bytes_all + 0.01 * size
+        return size + 0.005 * slow / total * bytes_all
+
+    def _cheapest(self, allowed: float) -> Assignment | None:
+        noises = [
+            [self.model.noise(index, level) for level in unit.levels]
+            for index, unit in enumerate(self.units)
+        ]
+        costs = [
+            [self._price(index, level) for level in unit.levels]
+            for index, unit in enumerate(self.units)
+        ]
+        picks = cheapest(noises, costs, allowed)
+        if picks is None:
+            return None
+        return tuple(unit.levels[pick] for unit, pick in zip(self.units, picks, strict=True))
+
+    def _settled(self, allowed: float) -> Assignment | None:
+        """The cheapest assignment, once nothing that it rests on is a guess."""
+        for _ in range(3 * len(LEVELS)):
+            assignment = self._cheapest(allowed)
+            if assignment is None:
+                return None
+            guessed = [
+                (self.model.noise(index, level), index, level)
+                for index, level in enumerate(assignment)
+                if level != FLOAT
+                and (index, level) not in self.model.measured
+                and self.model.noise(index, level)
+                > allowed
+                * (
+                    _DERIVED_SHARE
+                    if any((index, other) in self.model.measured for other in LEVELS)
+                    else _UNKNOWN_SHARE
+                )
+            ]
+            if not guessed:
+                return assignment
+            for _, index, level in sorted(guessed, reverse=True):
+                self._probe(index, level)
+        return assignment
+
+    def _mix(self, assignment: Assignment) -> Candidate:
+        return self._full(
+            Recipe(name="auto", rules=rules_of(self.units, assignment)), None, assignment
+        )
+
+    def _fit(self) -> None:
+        """Steps 3 and 4."""
+        tried: set[Assignment] = set()
+        nudge = 1.0
+        for _ in range(_FITS):
+            allowed = self._allowed()
+            if allowed <= 0:
+                return
+            assignment = self._settled(allowed / self.scale * nudge)
+            if assignment is None:
+                return
+            if assignment in tried:
+                if nudge < 0.7:
+                    return
+                nudge *= 0.93
+                continue
+            tried.add(assignment)
+            row = self._mix(assignment)
+            sum_ = self.model.total(assignment)
+            actual = self._noise(row.evaluation)
+            if sum_ > 0 and math.isfinite(actual):
+                self.scale = min(20.0, max(0.05, actual / sum_))
+            if row.evaluation.budget_margin >= self.bar and actual >= 0.97 * self._allowed():
+                return
+
+    def _exchange(self) -> None:
+        """Step 5."""
+        few = len(self.units) <= _SMALL
+        patience = _PATIENCE_SMALL if few else _PATIENCE
+        misses = 0
+        tried: set[Assignment] = set(self.assignments.values())
+        while misses < patience:
+            best = self._best_mix()
+            if best is None:
+                return
+            row, current = best
+            step = self._next_exchange(row, current, tried)
+            if step is None:
+                return
+            tried.add(step)
+            after = self._mix(step)
+            self._learn(current, row, step, after)
+            improved = (
+                after.evaluation.budget_margin >= self.bar and self._cost(after) < self._cost(row)
+            )
+            misses = 0 if improved else misses + 1
+
+    def _best_mix(self) -> tuple[Candidate, Assignment] | None:
+        rows = [
+            (self._cost(row), key)
+            for key, row in self.rows.items()
+            if key in self.assignments
+            and row.evaluation.budget_margin >= self.bar
+            and row.met
+        ]
+        if not rows:
+            return None
+        key = min(rows)[1]
+        return self.rows[key], self.assignments[key]
+
+    def _next_exchange(
+        self, row: Candidate, current: Assignment, tried: set[Assignment]
+    ) -> Assignment | None:
+        """The untried change of one or two units that saves most and is likely to pass."""
+        allowed = self._allowed()
+        here = self._noise(row.evaluation)
+        worth = _WORTH * row.evaluation.size_bytes
+        steps: list[tuple[float, float, int, str]] = []  # saved, noise added, unit, level
+        for index, unit in enumerate(self.units):
+            for level in unit.levels:
+                if level == current[index]:
+                    continue
+                saved = self._price(index, current[index]) - self._price(index, level)
+                added = self.scale * (
+                    self.model.noise(index, level) - self.model.noise(index, current[index])
+                )
+                if math.isfinite(added):
+                    steps.append((saved, added, index, level))
+        down = sorted((s for s in steps if s[0] > worth), key=lambda s: -s[0])[:120]
+        up = sorted((s for s in steps if s[1] < 0), key=lambda s: s[1])[:120]
+        options = [(s[0], s[1], (s,)) for s in down]
+        options += [
+            (d[0] + u[0], d[1] + u[1], (d, u))
+            for d, u in itertools.product(down, up)
+            if d[2] != u[2] and d[0] + u[0] > worth
+        ]
+
+        def rank(option: tuple[float, float, Any]) -> tuple[int, float]:
+            after = here + option[1]
+            # Likely to pass first, by what it saves; then those a little over, by how much.
+            return (0, -option[0]) if after <= allowed else (1, after)
+
+        for option in sorted(options, key=rank):
+            if here + option[1] > 1.15 * allowed:
+                return None
+            changed = list(current)
+            for _, _, index, level in option[2]:
+                changed[index] = level
+            step = tuple(changed)
+            if step not in tried:
+                return step
+        return None
+
+    def _learn(
+        self, before: Assignment, row: Candidate, after: Assignment, new: Candidate
+    ) -> None:
+        """Correct the noise of the unit that was changed, if it was one, by what came out."""
+        changed = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+        if len(changed) != 1 or after[changed[0]] == FLOAT:
+            return
+        index = changed[0]
+        step = (self._noise(new.evaluation) - self._noise(row.evaluation)) / self.scale
+        if math.isfinite(step):
+            noise = self.model.noise(index, before[index]) + step
+            self.model.measured[index, after[index]] = max(noise, 1e-15)
+
+    def _static(self) -> None:
+        """Step 6."""
+
+    # ------------------------------------------------------------------------------ the end
+
+    def _held_out(self, row: Candidate) -> Candidate:
+        """The same with its figures on the held-out samples."""
+        if row.held_out is not None:
+            return row
+        key = self._key(row.recipe, row.ranges, "full")
+        evaluation = self._measure(
+            row.recipe, row.ranges, "held-out", lambda path: self.evaluator(path, held_out=True)
+        )
+        new = self.rows[key] = replace(row, held_out=evaluation)
+        return new
+
+    def _confirmed(self) -> bool:
+        """Whether the best file holds on the held-out samples; if not, the bar is higher now."""
+        if self.best is None:
+            return True
+        best = self._held_out(self.best)
+        self.best = best
+        if best.met:
+            return True
+        assert best.held_out is not None
+        self._raise_bar(best)
+        return self.best is None
+
+    def _raise_bar(self, failed: Candidate) -> None:
+        assert failed.held_out is not None
+        lost = failed.evaluation.budget_margin - failed.held_out.budget_margin
+        self.bar = max(self.bar + 1e-3, min(lost, self.bar - failed.held_out.budget_margin))
+        self.best = None
+        for row in sorted(self.rows.values(), key=self._cost):
+            self._consider(row)
+
+    def _finish(self, float32: Candidate) -> tuple[Candidate, bool]:
+        """The best that holds on the held-out samples, or the nearest miss."""
+        while self.best is not None:
+            row = self._held_out(self.best)
+            self.best = row
+            if row.met:
+                self._publish(row)
+                return row, True
+            self._raise_bar(row)
+        rows = [row for row in self.rows.values() if not math.isnan(row.evaluation.budget_margin)]
+        quantized = [row for row in rows if row.recipe.rules] or [float32]
+        nearest = max(quantized, key=lambda row: (row.evaluation.budget_margin, -self._cost(row)[0]))
+        nearest = self._held_out(nearest)
+        self._publish(nearest)
+        return nearest, False
+
+    def _result(
+        self, best: Candidate, met: bool, finished: bool, float32: Candidate
+    ) -> SearchResult:
+        key = self._key(best.recipe, best.ranges, "full")
+        return SearchResult(
+            met=met,
+            best=best,
+            sha256=sha256_of(self.target),
+            rows=tuple(sorted(self.rows.values(), key=_figures)),
+            obstacles=self._obstacles(self.assignments.get(key), met),
+            evaluations=sum(key != "kept" for key in self.memo.measured),
+            evaluations_now=self.now,
+            seconds=self._seconds(),
+            finished=finished,
+            float32=self.rows[self._key(float32.recipe, None, "full")],
+        )
+
+    def _obstacles(self, assignment: Assignment | None, met: bool) -> tuple[Obstacle, ...]:
+        """The units that make up the noise, the noisiest first, until the rest would do."""
+        if assignment is None:
+            assignment = tuple(self._quietest(index) for index in range(len(self.units)))
+        noises = [
+            (self.model.noise(index, level), index)
+            for index, level in enumerate(assignment)
+            if level != FLOAT
+        ]
+        total = math.fsum(noise for noise, _ in noises)
+        if not total:
+            return ()
+        allowed = self._allowed()
+        left = total
+        found: list[Obstacle] = []
+        for noise, index in sorted(noises, reverse=True):
+            if len(found) >= 8 or (found and not met and left * self.scale <= allowed):
+                break
+            unit = self.units[index]
+            found.append(
+                Obstacle(
+                    tensors=unit.tensors,
+                    scope=unit.name,
+                    op=unit.op,
+                    level=assignment[index],
+                    sqnr_db=-10 * math.log10(noise) if noise > 0 else math.inf,
+                    share=noise / total if math.isfinite(total) else math.nan,
+                )
+            )
+            left -= noise
+        return tuple(found)
+
+    def _quietest(self, index: int) -> str:
+        levels = [level for level in self.units[index].levels if level != FLOAT] or [FLOAT]
+        return min(levels, key=lambda level: self.model.noise(index, level))
