@@ -43,6 +43,7 @@ from tpu2edge.quantize.sensitivity import (
     Unit,
     cheapest,
     rules_of,
+    shared_bytes,
     units_of,
 )
 from tpu2edge.types import Progress, no_progress
@@ -288,21 +289,32 @@ class _Memo:
 _WHOLE = {
     "float16": "float16",
     "int8-dynamic": "dynamic_wi8_afp32",
-    "int8-weights": "weight_only_wi8_afp32",
+    "int8-weights": "default_af32w8float",
+    "int8-dynamic-hadamard": "dynamic_wi8c_hr_afp32",
     "int4-dynamic": "int4",
-    "int4-weights": "int4-weight-only",
     "int4-dynamic-b32": "int4-block32",
+}
+
+# Levels that these recipes give to what cannot have theirs.
+_INSTEAD = {
+    "int4-dynamic": ("int8-dynamic",),
+    "int4-dynamic-b32": ("int8-dynamic",),
 }
 
 # Share of the allowed noise from which on a guessed noise is not good enough.
 _UNKNOWN_SHARE = 0.02  # of a unit that was never measured
 _DERIVED_SHARE = 0.10  # of one that was, at another level
 
+_ASTRAY = 2.0  # by how much a sum of noises may be off before its parts are measured again
+_QUICK_MACS = 20_000_000  # models below are so quick that probes take all samples too
+
+_TIE = 0.005
 _FITS = 10  # rounds of steps 3 and 4
 _PATIENCE = 6  # exchanges in a row that gain nothing before step 5 ends
 _SMALL = 12  # up to so many units, exchanges are cheap and few: more are tried
 _PATIENCE_SMALL = 24
-_WORTH = 0.0005  # share of the file that an exchange must save
+_NEAR = 1.1  # times the allowed noise: what is predicted to be beyond is not tried
+_WORTH = 0.001  # share of the file that an exchange must save
 
 
 @dataclass(kw_only=True)
@@ -332,7 +344,13 @@ class _Search:
         self.now = 0
         self.floor = 0.0
         self.kept_size = self.source.stat().st_size
+        probe = getattr(self.evaluator, "probe", None)
+        self.probe: Callable[[Path], Evaluation] | None = (
+            probe if sum(unit.macs for unit in self.units) > _QUICK_MACS else None
+        )
         self.bar = 0.0  # margin that the search samples must show, raised by held-out failures
+        self.fully: set[tuple[int, str]] = set()  # measured alone, on all samples
+        self.hurry = _TIE  # share of the float file's bytes that all of its time is worth
         self.scale = 1.0  # what sums of noises have to be multiplied by
 
     # ---------------------------------------------------------------------------- measuring
@@ -377,6 +395,8 @@ class _Search:
         what: Recipe,
         ranges: str | None = None,
         assignment: Assignment | None = None,
+        *,
+        whole: bool = False,
     ) -> Candidate:
         """The figures of one file on all samples of the search; it may become the best."""
         key = self._key(what, ranges, "full")
@@ -386,7 +406,7 @@ class _Search:
             what, ranges, "full", lambda path: self.evaluator(path, held_out=False)
         )
         counts: dict[str, int] = {}
-        for level in assignment or ():
+        for level in () if whole else assignment or ():
             counts[level] = counts.get(level, 0) + 1
         row = Candidate(
             recipe=what,
@@ -432,28 +452,32 @@ class _Search:
             return math.inf
         return max(0.0, 10 ** (-evaluation.sqnr_db / 10) - self.floor)
 
-    def _probe(self, unit: int, level: str) -> None:
-        """Measure one unit at a level, all others float."""
-        if (unit, level) in self.model.measured:
+    def _probe(self, unit: int, level: str, *, quick: bool = True) -> None:
+        """Measure one unit at a level, all others float; not ``quick``: on all samples."""
+        quick = quick and self.probe is not None
+        if (unit, level) in (self.model.measured if quick else self.fully):
             return
         assignment = tuple(
             level if index == unit else FLOAT for index in range(len(self.units))
         )
         alone = Recipe(name="auto", rules=rules_of(self.units, assignment))
-        probe: Callable[[Path], Evaluation] | None = getattr(self.evaluator, "probe", None)
+        if not quick:
+            self.fully.add((unit, level))
         try:
-            evaluation = self._measure(
-                alone,
-                None,
-                "probe",
-                probe or (lambda path: self.evaluator(path, held_out=False)),
-            )
+            if quick and self.probe is not None:
+                evaluation = self._measure(alone, None, "probe", self.probe)
+            else:
+                evaluation = self._measure(
+                    alone, None, "full", lambda path: self.evaluator(path, held_out=False)
+                )
         except QuantizationError:  # upstream cannot, whatever its policy says
             self.model.measured[unit, level] = math.inf
             return
         noise = 10 ** (-evaluation.sqnr_db / 10) - self.floor
         self.model.measured[unit, level] = max(noise, 1e-15) if noise == noise else math.inf
-        self.model.bytes[unit, level] = evaluation.size_bytes - self.kept_size
+        self.model.bytes[unit, level] = (
+            evaluation.size_bytes - self.kept_size - shared_bytes(self.units, assignment)
+        )
         self.progress("search", len(self.memo.measured), None)
 
     # -------------------------------------------------------------------------------- steps
@@ -487,7 +511,7 @@ class _Search:
                 continue
             whole = recipe(name)
             try:
-                row = self._full(whole)
+                row = self._full(whole, None, self._everywhere(level), whole=True)
             except QuantizationError as err:
                 refused.append(err)
                 continue
@@ -501,6 +525,13 @@ class _Search:
                         self._full(recipe(name), estimator)
                     except QuantizationError:
                         continue
+
+    def _everywhere(self, level: str) -> Assignment:
+        """What the plain recipe of a level does to each unit."""
+        return tuple(
+            next((l for l in (level, *_INSTEAD.get(level, ())) if l in unit.levels), FLOAT)
+            for unit in self.units
+        )
 
     def _mixes(self) -> None:
         if not any(len(unit.levels) > 1 for unit in self.units):
@@ -578,26 +609,34 @@ class _Search:
         """What a level costs: bytes, or time; a little of the other decides ties."""
         size = self.model.size(index, level)
         unit = self.units[index]
-        slow = unit.macs * (0.3 if LEVELS[level].integer else 1.0)
+        slow = unit.macs * LEVELS[level].time
         total = sum(u.macs for u in self.units) or 1
         bytes_all = self.kept_size
         if self.goal == "latency":
             return slow / total * bytes_all + 0.01 * size
-        return size + 0.005 * slow / total * bytes_all
+        return size + self.hurry * slow / total * bytes_all
 
     def _cheapest(self, allowed: float) -> Assignment | None:
-        noises = [
-            [self.model.noise(index, level) for level in unit.levels]
-            for index, unit in enumerate(self.units)
-        ]
-        costs = [
-            [self._price(index, level) for level in unit.levels]
-            for index, unit in enumerate(self.units)
-        ]
-        picks = cheapest(noises, costs, allowed)
-        if picks is None:
-            return None
-        return tuple(unit.levels[pick] for unit, pick in zip(self.units, picks, strict=True))
+        """Of those with rotations and those without: the matrices do not add up over the units."""
+        found: list[tuple[float, Assignment]] = []
+        for rotated in (False, True):
+            levels = [
+                [level for level in unit.levels if rotated or not LEVELS[level].rotates]
+                for unit in self.units
+            ]
+            picks = cheapest(
+                [[self.model.noise(i, level) for level in some] for i, some in enumerate(levels)],
+                [[self._price(i, level) for level in some] for i, some in enumerate(levels)],
+                allowed,
+            )
+            if picks is not None:
+                assignment = tuple(some[pick] for some, pick in zip(levels, picks, strict=True))
+                found.append((self._total_price(assignment), assignment))
+        return min(found)[1] if found else None
+
+    def _total_price(self, assignment: Assignment) -> float:
+        prices = [self._price(index, level) for index, level in enumerate(assignment)]
+        return math.fsum(prices) + shared_bytes(self.units, assignment)
 
     def _settled(self, allowed: float) -> Assignment | None:
         """The cheapest assignment, once nothing that it rests on is a guess."""
@@ -647,8 +686,14 @@ class _Search:
                 continue
             tried.add(assignment)
             row = self._mix(assignment)
-            sum_ = self.model.total(assignment)
             actual = self._noise(row.evaluation)
+            sum_ = self.model.total(assignment)
+            if not 1 / _ASTRAY <= actual / max(sum_ * self.scale, 1e-20) <= _ASTRAY:
+                # The few samples of the probes may not show what others do.
+                for index, level in enumerate(assignment):
+                    if level != FLOAT and (index, level) in self.model.measured:
+                        self._probe(index, level, quick=False)
+                sum_ = self.model.total(assignment)
             if sum_ > 0 and math.isfinite(actual):
                 self.scale = min(20.0, max(0.05, actual / sum_))
             if row.evaluation.budget_margin >= self.bar and actual >= 0.97 * self._allowed():
@@ -709,27 +754,33 @@ class _Search:
                     steps.append((saved, added, index, level))
         down = sorted((s for s in steps if s[0] > worth), key=lambda s: -s[0])[:120]
         up = sorted((s for s in steps if s[1] < 0), key=lambda s: s[1])[:120]
-        options = [(s[0], s[1], (s,)) for s in down]
+        shared = shared_bytes(self.units, current)
+
+        def option(*parts: tuple[float, float, int, str]) -> tuple[float, float, Assignment]:
+            changed = list(current)
+            for _, _, index, level in parts:
+                changed[index] = level
+            after = tuple(changed)
+            saved = sum(part[0] for part in parts) + shared - shared_bytes(self.units, after)
+            return saved, sum(part[1] for part in parts), after
+
+        options = [option(step) for step in down]
         options += [
-            (d[0] + u[0], d[1] + u[1], (d, u))
+            option(d, u)
             for d, u in itertools.product(down, up)
-            if d[2] != u[2] and d[0] + u[0] > worth
+            if d[2] != u[2] and d[0] + u[0] > worth and here + d[1] + u[1] <= _NEAR * allowed
         ]
 
-        def rank(option: tuple[float, float, Any]) -> tuple[int, float]:
-            after = here + option[1]
+        def rank(one: tuple[float, float, Assignment]) -> tuple[int, float, Assignment]:
+            saved, added, assignment = one
             # Likely to pass first, by what it saves; then those a little over, by how much.
-            return (0, -option[0]) if after <= allowed else (1, after)
+            if here + added <= allowed:
+                return (0, -saved, assignment)
+            return (1, added, assignment)
 
-        for option in sorted(options, key=rank):
-            if here + option[1] > 1.15 * allowed:
-                return None
-            changed = list(current)
-            for _, _, index, level in option[2]:
-                changed[index] = level
-            step = tuple(changed)
-            if step not in tried:
-                return step
+        for saved, added, assignment in sorted(options, key=rank):
+            if saved > worth and here + added <= _NEAR * allowed and assignment not in tried:
+                return assignment
         return None
 
     def _learn(
