@@ -186,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--optimize", default="size")
+    parser.add_argument("--slowest", type=float, default=None)
     parser.add_argument("--time-limit", type=float, default=None)
     parser.add_argument("--worst-sample", action="store_true")
     parser.add_argument("--compare", action="store_true")
@@ -209,6 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     quantizer=quantizer,
                     evaluator=evaluator,
                     optimize=options.optimize,
+                    slowest=options.slowest,
                     time_limit_s=options.time_limit,
                 )
             show(name, found)

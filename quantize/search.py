@@ -171,6 +171,7 @@ def search(
     ranges: Mapping[str, Ranges] | None = None,
     levels: Iterable[str] | None = None,
     optimize: Goal = "size",
+    slowest: float | None = None,
     time_limit_s: float | None = None,
     max_evaluations: int | None = None,
     checkpoint: Path | None = None,
@@ -190,6 +191,8 @@ def search(
         ranges: ranges of activations by estimator; static recipes are left out without them.
         levels: names of LEVELS to choose from; all that can be had if None.
         optimize: the fewest bytes, or the shortest run.
+        slowest: the longest run that a file may take, in units of the float file's; any if None.
+            With it the answer depends on latencies, which are not the same every time.
         time_limit_s: after this, no evaluation is begun but those that the best file's held-out
             figures need.
         max_evaluations: the same, counted.
@@ -219,6 +222,7 @@ def search(
             ranges=dict(ranges or {}),
             levels=levels,
             goal=optimize,
+            slowest=slowest,
             deadline=None if time_limit_s is None else time.monotonic() + time_limit_s,
             max_evaluations=max_evaluations,
             memo=_Memo(checkpoint, source, fingerprint),
@@ -313,6 +317,7 @@ _FITS = 10  # rounds of steps 3 and 4
 _PATIENCE = 6  # exchanges in a row that gain nothing before step 5 ends
 _SMALL = 12  # up to so many units, exchanges are cheap and few: more are tried
 _PATIENCE_SMALL = 24
+_TELLING = 0.05
 _NEAR = 1.1  # times the allowed noise: what is predicted to be beyond is not tried
 _WORTH = 0.001  # share of the file that an exchange must save
 
@@ -327,6 +332,7 @@ class _Search:
     ranges: dict[str, Ranges]
     levels: tuple[str, ...] | None
     goal: Goal
+    slowest: float | None
     deadline: float | None
     max_evaluations: int | None
     memo: _Memo
@@ -336,6 +342,7 @@ class _Search:
         self.started = time.monotonic()
         self.file = read_tflite(self.source)
         self.units = units_of(self.file, self.levels)
+        self.macs = sum(unit.macs for unit in self.units) or 1
         self.model = NoiseModel(self.units)
         self.rows: dict[str, Candidate] = {}
         self.assignments: dict[str, Assignment] = {}
@@ -346,10 +353,12 @@ class _Search:
         self.kept_size = self.source.stat().st_size
         probe = getattr(self.evaluator, "probe", None)
         self.probe: Callable[[Path], Evaluation] | None = (
-            probe if sum(unit.macs for unit in self.units) > _QUICK_MACS else None
+            probe if self.macs > _QUICK_MACS else None
         )
         self.bar = 0.0  # margin that the search samples must show, raised by held-out failures
         self.fully: set[tuple[int, str]] = set()  # measured alone, on all samples
+        self.float_ms = math.inf
+        self.measured_times: dict[str, float] = {}
         self.hurry = _TIE  # share of the float file's bytes that all of its time is worth
         self.scale = 1.0  # what sums of noises have to be multiplied by
 
@@ -423,7 +432,7 @@ class _Search:
 
     def _consider(self, row: Candidate) -> None:
         margin = row.evaluation.budget_margin
-        if math.isnan(margin) or margin < self.bar or not row.met:
+        if math.isnan(margin) or margin < self.bar or not row.met or not self._fast_enough(row):
             return
         if self.best is None or self._cost(row) < self._cost(self.best):
             self.best = row
@@ -446,6 +455,22 @@ class _Search:
         if self.goal == "latency":
             return (e.latency_ms, e.size_bytes)
         return (e.size_bytes, e.latency_ms)
+
+    def _fast_enough(self, row: Candidate) -> bool:
+        if self.slowest is None or not row.recipe.rules:
+            return True
+        return row.evaluation.latency_ms <= self.slowest * self.float_ms
+
+    def _times(self) -> dict[str, float]:
+        """What an op takes at each level, of float32's time.
+
+        Usual figures, so that what is the smallest does not hang on how busy the machine is; whole
+        recipes' own where time is what was asked for.
+        """
+        times = {name: level.time for name, level in LEVELS.items()}
+        if self.goal == "latency" or self.slowest is not None:
+            times.update(self.measured_times)
+        return times
 
     def _noise(self, evaluation: Evaluation) -> float:
         if math.isnan(evaluation.sqnr_db):
@@ -499,6 +524,7 @@ class _Search:
         row = self._full(Recipe(name=FLOAT, rules=()))
         self.deadline, self.max_evaluations = deadline, most
         self.floor = 10 ** (-row.evaluation.sqnr_db / 10)
+        self.float_ms = row.evaluation.latency_ms
         return row
 
     def _offered(self, level: str) -> bool:
@@ -516,6 +542,8 @@ class _Search:
                 refused.append(err)
                 continue
             self.model.totals[level] = self._noise(row.evaluation)
+            if 0 < self.float_ms < math.inf:
+                self.measured_times[level] = row.evaluation.latency_ms / self.float_ms
         if self.units and refused and len(self.rows) == 1:
             raise refused[0]
         if self.levels is None or "int8-static" in self.levels:
@@ -609,8 +637,8 @@ class _Search:
         """What a level costs: bytes, or time; a little of the other decides ties."""
         size = self.model.size(index, level)
         unit = self.units[index]
-        slow = unit.macs * LEVELS[level].time
-        total = sum(u.macs for u in self.units) or 1
+        slow = unit.macs * self._times()[level]
+        total = self.macs
         bytes_all = self.kept_size
         if self.goal == "latency":
             return slow / total * bytes_all + 0.01 * size
@@ -680,6 +708,8 @@ class _Search:
             if assignment is None:
                 return
             if assignment in tried:
+                if self._hurry_up(assignment):
+                    continue
                 if nudge < 0.7:
                     return
                 nudge *= 0.93
@@ -697,7 +727,16 @@ class _Search:
             if sum_ > 0 and math.isfinite(actual):
                 self.scale = min(20.0, max(0.05, actual / sum_))
             if row.evaluation.budget_margin >= self.bar and actual >= 0.97 * self._allowed():
-                return
+                if not self._hurry_up(assignment):
+                    return
+
+    def _hurry_up(self, assignment: Assignment) -> bool:
+        """Whether time is worth more from now on, since this assignment is too slow."""
+        row = self._mix(assignment)
+        if self._fast_enough(row) or self.hurry > 1.0:
+            return False
+        self.hurry *= 4.0
+        return True
 
     def _exchange(self) -> None:
         """Step 5."""
@@ -717,7 +756,9 @@ class _Search:
             after = self._mix(step)
             self._learn(current, row, step, after)
             improved = (
-                after.evaluation.budget_margin >= self.bar and self._cost(after) < self._cost(row)
+                after.evaluation.budget_margin >= self.bar
+                and self._fast_enough(after)
+                and self._cost(after) < self._cost(row)
             )
             misses = 0 if improved else misses + 1
 
@@ -728,6 +769,7 @@ class _Search:
             if key in self.assignments
             and row.evaluation.budget_margin >= self.bar
             and row.met
+            and self._fast_enough(row)
         ]
         if not rows:
             return None
@@ -768,7 +810,10 @@ class _Search:
         options += [
             option(d, u)
             for d, u in itertools.product(down, up)
-            if d[2] != u[2] and d[0] + u[0] > worth and here + d[1] + u[1] <= _NEAR * allowed
+            if d[2] != u[2]
+            and d[0] + u[0] > worth
+            and -u[1] > _TELLING * max(d[1], 0.0)  # or else d alone would do as well
+            and here + d[1] + u[1] <= _NEAR * allowed
         ]
 
         def rank(one: tuple[float, float, Assignment]) -> tuple[int, float, Assignment]:
@@ -786,15 +831,18 @@ class _Search:
     def _learn(
         self, before: Assignment, row: Candidate, after: Assignment, new: Candidate
     ) -> None:
-        """Correct the noise of the unit that was changed, if it was one, by what came out."""
+        """Correct the noise of the unit that made most of the difference by what came out."""
         changed = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
-        if len(changed) != 1 or after[changed[0]] == FLOAT:
+        actual = self._noise(new.evaluation) - self._noise(row.evaluation)
+        if not math.isfinite(actual):
             return
-        index = changed[0]
-        step = (self._noise(new.evaluation) - self._noise(row.evaluation)) / self.scale
-        if math.isfinite(step):
-            noise = self.model.noise(index, before[index]) + step
-            self.model.measured[index, after[index]] = max(noise, 1e-15)
+        steps = {i: self.model.noise(i, after[i]) - self.model.noise(i, before[i]) for i in changed}
+        index = max(changed, key=lambda i: steps[i])
+        if after[index] == FLOAT:
+            return
+        rest = math.fsum(step for i, step in steps.items() if i != index)
+        noise = self.model.noise(index, before[index]) + actual / self.scale - rest
+        self.model.measured[index, after[index]] = max(noise, 1e-15)
 
     def _static(self) -> None:
         """Step 6."""
@@ -826,8 +874,10 @@ class _Search:
 
     def _raise_bar(self, failed: Candidate) -> None:
         assert failed.held_out is not None
-        lost = failed.evaluation.budget_margin - failed.held_out.budget_margin
-        self.bar = max(self.bar + 1e-3, min(lost, self.bar - failed.held_out.budget_margin))
+        # Above what just failed, by a part of what it lacked: the samples of the search flatter.
+        lacked = -failed.held_out.budget_margin
+        step = min(1.0, max(0.1, lacked / 4)) if math.isfinite(lacked) else 1.0
+        self.bar = max(self.bar, failed.evaluation.budget_margin) + step
         self.best = None
         for row in sorted(self.rows.values(), key=self._cost):
             self._consider(row)
