@@ -12,17 +12,17 @@ import argparse
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from tpu2edge.quantize.apply import Quantizer
-from tpu2edge.quantize.recipes import Recipe, recipe
+from tpu2edge.flatbuffer import read_tflite, signatures_of
+from tpu2edge.quantize.apply import Quantizer, Ranges
+from tpu2edge.quantize.recipes import Recipe
 from tpu2edge.quantize.search import Candidate, Evaluation, SearchResult, pareto, search
 from tpu2edge.quantize.sensitivity import FLOAT, rules_of, units_of
-from tpu2edge.flatbuffer import read_tflite
 from tpu2edge.runtime_check.devices.client import Session
 from tpu2edge.runtime_check.parity import fit_sample, real_values
 
@@ -122,7 +122,6 @@ class SqnrEvaluator:
             size_bytes=model.stat().st_size,
         )
 
-
     def _cpu_ms(self) -> float:
         """CPU time of the worker so far: unlike time on the wall, it holds on a busy machine."""
         assert self.session is not None
@@ -161,6 +160,16 @@ def show(name: str, found: SearchResult) -> None:
         print(f"   {o.op} {o.tensors[0][:60]} {o.level} {o.sqnr_db:.1f} dB, {o.share:.0%}")
 
 
+def calibrated(source: Path, evaluator: SqnrEvaluator) -> dict[str, Ranges]:
+    """Ranges by each estimator, of the samples of the search."""
+    from tpu2edge.quantize.calibrate import calibrate
+
+    estimators = ("minmax", "moving-average", "mse")
+    (signature,) = signatures_of(read_tflite(source))
+    found = calibrate(source, {signature.name: evaluator.sets[False][0]}, estimators=estimators)
+    return {estimator: found.ranges(estimator) for estimator in estimators}
+
+
 def one_by_one(source: Path, evaluator: SqnrEvaluator) -> tuple[int, float]:
     """Evaluations and seconds of each unit alone at three levels, each by the plain quantizer."""
     units = units_of(read_tflite(source))
@@ -188,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--optimize", default="size")
     parser.add_argument("--slowest", type=float, default=None)
     parser.add_argument("--time-limit", type=float, default=None)
+    parser.add_argument("--static", action="store_true", help="static recipes too")
     parser.add_argument("--worst-sample", action="store_true")
     parser.add_argument("--compare", action="store_true")
     options = parser.parse_args(argv)
@@ -204,12 +214,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             tempfile.TemporaryDirectory() as folder,
         ):
             with Quantizer(source, remember=True) as quantizer:
+                ranges = calibrated(source, evaluator) if options.static else {}
                 found = search(
                     source,
                     Path(folder) / "best.tflite",
                     quantizer=quantizer,
                     evaluator=evaluator,
                     optimize=options.optimize,
+                    ranges=ranges,
                     slowest=options.slowest,
                     time_limit_s=options.time_limit,
                 )

@@ -35,12 +35,16 @@ from tpu2edge.files import canonical_json, sha256_of, write_atomically
 from tpu2edge.flatbuffer import read_tflite
 from tpu2edge.quantize.apply import Ranges
 from tpu2edge.quantize.recipes import Recipe, recipe
+from tpu2edge.quantize.rules import static
+from tpu2edge.quantize.scopes import op_scopes
 from tpu2edge.quantize.sensitivity import (
     FLOAT,
     LEVELS,
+    STATIC_OPERATIONS,
     Assignment,
     NoiseModel,
     Unit,
+    any_of,
     cheapest,
     rules_of,
     shared_bytes,
@@ -105,7 +109,9 @@ class Candidate:
     ranges: str | None
     evaluation: Evaluation  # on the samples of the search
     held_out: Evaluation | None = None
-    levels: Mapping[str, int] = field(default_factory=dict)  # units at each level; {}: a whole recipe
+    levels: Mapping[str, int] = field(
+        default_factory=dict
+    )  # units at each level; {}: a whole recipe
 
     @property
     def met(self) -> bool:
@@ -296,30 +302,35 @@ _WHOLE = {
     "int8-weights": "default_af32w8float",
     "int8-dynamic-hadamard": "dynamic_wi8c_hr_afp32",
     "int4-dynamic": "int4",
-    "int4-dynamic-b32": "int4-block32",
 }
+
+_STATIC = "int8-static"
+_STATIC_PARTS = 64  # each costs a run; more than that are not tried one by one
 
 # Levels that these recipes give to what cannot have theirs.
 _INSTEAD = {
     "int4-dynamic": ("int8-dynamic",),
-    "int4-dynamic-b32": ("int8-dynamic",),
 }
 
 # Share of the allowed noise from which on a guessed noise is not good enough.
 _UNKNOWN_SHARE = 0.02  # of a unit that was never measured
 _DERIVED_SHARE = 0.10  # of one that was, at another level
 
+_HOPE = 0.7  # what a guessed noise is multiplied by before it is measured
+_HOPE_SMALL = 0.3
+_OBSTACLES = 8
 _ASTRAY = 2.0  # by how much a sum of noises may be off before its parts are measured again
 _QUICK_MACS = 20_000_000  # models below are so quick that probes take all samples too
 
 _TIE = 0.005
 _FITS = 10  # rounds of steps 3 and 4
-_PATIENCE = 6  # exchanges in a row that gain nothing before step 5 ends
+_PATIENCE = 3  # exchanges in a row that gain nothing before step 5 ends
 _SMALL = 12  # up to so many units, exchanges are cheap and few: more are tried
 _PATIENCE_SMALL = 24
 _TELLING = 0.05
 _NEAR = 1.1  # times the allowed noise: what is predicted to be beyond is not tried
-_WORTH = 0.001  # share of the file that an exchange must save
+_WORTH = 0.003  # share of the file that an exchange must save
+_WORTH_SMALL = 0.001
 
 
 @dataclass(kw_only=True)
@@ -352,10 +363,9 @@ class _Search:
         self.floor = 0.0
         self.kept_size = self.source.stat().st_size
         probe = getattr(self.evaluator, "probe", None)
-        self.probe: Callable[[Path], Evaluation] | None = (
-            probe if self.macs > _QUICK_MACS else None
-        )
+        self.probe: Callable[[Path], Evaluation] | None = probe if self.macs > _QUICK_MACS else None
         self.bar = 0.0  # margin that the search samples must show, raised by held-out failures
+        self.static_scale = 1.0
         self.fully: set[tuple[int, str]] = set()  # measured alone, on all samples
         self.float_ms = math.inf
         self.measured_times: dict[str, float] = {}
@@ -482,9 +492,7 @@ class _Search:
         quick = quick and self.probe is not None
         if (unit, level) in (self.model.measured if quick else self.fully):
             return
-        assignment = tuple(
-            level if index == unit else FLOAT for index in range(len(self.units))
-        )
+        assignment = tuple(level if index == unit else FLOAT for index in range(len(self.units)))
         alone = Recipe(name="auto", rules=rules_of(self.units, assignment))
         if not quick:
             self.fully.add((unit, level))
@@ -546,18 +554,16 @@ class _Search:
                 self.measured_times[level] = row.evaluation.latency_ms / self.float_ms
         if self.units and refused and len(self.rows) == 1:
             raise refused[0]
-        if self.levels is None or "int8-static" in self.levels:
-            for estimator in self.ranges:
-                for name in ("int8-static",):
-                    try:
-                        self._full(recipe(name), estimator)
-                    except QuantizationError:
-                        continue
+        for estimator in sorted(self.ranges):
+            try:
+                self._full(recipe(_STATIC), estimator)
+            except QuantizationError:
+                continue
 
     def _everywhere(self, level: str) -> Assignment:
         """What the plain recipe of a level does to each unit."""
         return tuple(
-            next((l for l in (level, *_INSTEAD.get(level, ())) if l in unit.levels), FLOAT)
+            next((one for one in (level, *_INSTEAD.get(level, ())) if one in unit.levels), FLOAT)
             for unit in self.units
         )
 
@@ -567,8 +573,12 @@ class _Search:
         self._kept()
         while True:
             self._pivot()
-            self._fit()
-            self._exchange()
+            while True:
+                before = self.best
+                self._fit()
+                self._exchange()
+                if self.best is before:
+                    break
             self._static()
             if self._confirmed():
                 return
@@ -612,9 +622,7 @@ class _Search:
     def _pivot(self) -> None:
         """Measure every unit at the level whose whole recipe is nearest to the allowance."""
         allowed = self._allowed()
-        known = {
-            level: total for level, total in self.model.totals.items() if 0 < total < math.inf
-        }
+        known = {level: total for level, total in self.model.totals.items() if 0 < total < math.inf}
         if not known or allowed <= 0:
             return
         pivot = min(known, key=lambda level: abs(math.log(known[level] / allowed)))
@@ -653,7 +661,7 @@ class _Search:
                 for unit in self.units
             ]
             picks = cheapest(
-                [[self.model.noise(i, level) for level in some] for i, some in enumerate(levels)],
+                [[self._hoped(i, level) for level in some] for i, some in enumerate(levels)],
                 [[self._price(i, level) for level in some] for i, some in enumerate(levels)],
                 allowed,
             )
@@ -661,6 +669,13 @@ class _Search:
                 assignment = tuple(some[pick] for some, pick in zip(levels, picks, strict=True))
                 found.append((self._total_price(assignment), assignment))
         return min(found)[1] if found else None
+
+    def _hoped(self, unit: int, level: str) -> float:
+        """The noise, a guessed one taken for less than it likely is: then it will be measured."""
+        noise = self.model.noise(unit, level)
+        if (unit, level) in self.model.measured:
+            return noise
+        return noise * (_HOPE_SMALL if len(self.units) <= _SMALL else _HOPE)
 
     def _total_price(self, assignment: Assignment) -> float:
         prices = [self._price(index, level) for index, level in enumerate(assignment)]
@@ -727,8 +742,9 @@ class _Search:
             if sum_ > 0 and math.isfinite(actual):
                 self.scale = min(20.0, max(0.05, actual / sum_))
             if row.evaluation.budget_margin >= self.bar and actual >= 0.97 * self._allowed():
-                if not self._hurry_up(assignment):
-                    return
+                if self._hurry_up(assignment):
+                    continue
+                return
 
     def _hurry_up(self, assignment: Assignment) -> bool:
         """Whether time is worth more from now on, since this assignment is too slow."""
@@ -782,7 +798,7 @@ class _Search:
         """The untried change of one or two units that saves most and is likely to pass."""
         allowed = self._allowed()
         here = self._noise(row.evaluation)
-        worth = _WORTH * row.evaluation.size_bytes
+        worth = row.evaluation.size_bytes * (_WORTH_SMALL if len(self.units) <= _SMALL else _WORTH)
         steps: list[tuple[float, float, int, str]] = []  # saved, noise added, unit, level
         for index, unit in enumerate(self.units):
             for level in unit.levels:
@@ -828,9 +844,7 @@ class _Search:
                 return assignment
         return None
 
-    def _learn(
-        self, before: Assignment, row: Candidate, after: Assignment, new: Candidate
-    ) -> None:
+    def _learn(self, before: Assignment, row: Candidate, after: Assignment, new: Candidate) -> None:
         """Correct the noise of the unit that made most of the difference by what came out."""
         changed = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
         actual = self._noise(new.evaluation) - self._noise(row.evaluation)
@@ -845,7 +859,74 @@ class _Search:
         self.model.measured[index, after[index]] = max(noise, 1e-15)
 
     def _static(self) -> None:
-        """Step 6."""
+        """Step 6: static recipes in which the noisiest ops go back to dynamic or to float."""
+        whole = [row for row in self.rows.values() if row.recipe.needs_calibration]
+        if not whole:
+            return
+        best = max(whole, key=lambda row: (row.evaluation.sqnr_db, row.ranges or ""))
+        if self.best is not None and self._cost(best) >= self._cost(self.best):
+            return  # going back never makes it smaller or faster
+        parts = self._static_parts()
+        if not 1 < len(parts) <= _STATIC_PARTS:
+            return
+        allowed = self._allowed()
+        noises: list[float] = []
+        for scopes, _ in parts:
+            alone = Recipe(name="auto", rules=(static(8, 8, regex=any_of(scopes)),))
+            try:
+                evaluation = self._measure(
+                    alone, best.ranges, "full", lambda path: self.evaluator(path, held_out=False)
+                )
+            except QuantizationError:
+                noises.append(math.inf)
+                continue
+            noises.append(self._noise(evaluation))
+        order = sorted(range(len(parts)), key=lambda part: (-noises[part], part))
+        back = 0
+        for _ in range(_FITS):
+            while back < len(order) and (
+                math.fsum(noises[part] for part in order[back:]) * self.static_scale > allowed
+            ):
+                back += 1
+            if back == len(order):
+                return
+            row = self._full(self._partly_static(parts, set(order[:back])), best.ranges)
+            if row.evaluation.budget_margin >= self.bar:
+                return
+            actual = self._noise(row.evaluation)
+            sum_ = math.fsum(noises[part] for part in order[back:])
+            if sum_ > 0 and math.isfinite(actual):
+                self.static_scale = min(100.0, max(self.static_scale, actual / sum_))
+            back += 1
+
+    def _static_parts(self) -> list[tuple[tuple[str, ...], Unit | None]]:
+        """Scopes of the ops that can be static: each unit, and each op without weights."""
+        parts: list[tuple[tuple[str, ...], Unit | None]] = []
+        seen: set[str] = set()
+        units = {scope: unit for unit in self.units for scope in unit.scopes}
+        for op in op_scopes(self.file):
+            if op.op not in STATIC_OPERATIONS or op.scope in seen:
+                continue
+            unit = units.get(op.scope)
+            scopes = unit.scopes if unit is not None else (op.scope,)
+            seen.update(scopes)
+            parts.append((scopes, unit))
+        return parts
+
+    def _partly_static(
+        self, parts: Sequence[tuple[tuple[str, ...], Unit | None]], back: set[int]
+    ) -> Recipe:
+        rules = list(recipe(_STATIC).rules)
+        for dynamic_, level in ((True, "int8-dynamic"), (False, FLOAT)):
+            scopes = [
+                scope
+                for part in sorted(back)
+                for scope in parts[part][0]
+                if (parts[part][1] is not None) == dynamic_
+            ]
+            if scopes:
+                rules.append(LEVELS[level].rule(any_of(scopes)))
+        return Recipe(name="auto", rules=tuple(rules))
 
     # ------------------------------------------------------------------------------ the end
 
@@ -893,7 +974,9 @@ class _Search:
             self._raise_bar(row)
         rows = [row for row in self.rows.values() if not math.isnan(row.evaluation.budget_margin)]
         quantized = [row for row in rows if row.recipe.rules] or [float32]
-        nearest = max(quantized, key=lambda row: (row.evaluation.budget_margin, -self._cost(row)[0]))
+        nearest = max(
+            quantized, key=lambda row: (row.evaluation.budget_margin, -self._cost(row)[0])
+        )
         nearest = self._held_out(nearest)
         self._publish(nearest)
         return nearest, False
@@ -931,7 +1014,8 @@ class _Search:
         left = total
         found: list[Obstacle] = []
         for noise, index in sorted(noises, reverse=True):
-            if len(found) >= 8 or (found and not met and left * self.scale <= allowed):
+            enough = max(allowed, 0.05 * total * self.scale)
+            if len(found) >= _OBSTACLES or (found and not met and left * self.scale <= enough):
                 break
             unit = self.units[index]
             found.append(

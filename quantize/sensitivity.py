@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 __all__ = [
     "FLOAT",
     "LEVELS",
+    "STATIC_OPERATIONS",
     "Assignment",
     "Level",
     "NoiseModel",
     "Unit",
+    "any_of",
     "cheapest",
     "expected_bytes",
     "rules_of",
@@ -45,6 +47,7 @@ __all__ = [
 Assignment = tuple[str, ...]
 
 FLOAT = "float32"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
@@ -150,7 +153,9 @@ LEVELS: Mapping[str, Level] = {
             about="int4 weights with zero points, computed in float32",
             rule=lambda regex: weight_only(4, regex=regex, symmetric=False),
             bits=4,
-            operations=frozenset({"BATCH_MATMUL", "FULLY_CONNECTED", "EMBEDDING_LOOKUP", "CONV_2D"}),
+            operations=frozenset(
+                {"BATCH_MATMUL", "FULLY_CONNECTED", "EMBEDDING_LOOKUP", "CONV_2D"}
+            ),
             noise=330.0,
             time=3.0,
             dequantizes=True,
@@ -187,6 +192,18 @@ LEVELS: Mapping[str, Level] = {
         ),
     )
 }
+
+
+#: Ops that can compute with int8 activations (ai_edge_quantizer.default_policy, static_wi8_ai8).
+STATIC_OPERATIONS = frozenset(
+    """
+    ADD AVERAGE_POOL_2D BATCH_MATMUL BROADCAST_TO CONCATENATION CONV_2D CONV_2D_TRANSPOSE
+    DEPTHWISE_CONV_2D DIV DYNAMIC_UPDATE_SLICE EQUAL FULLY_CONNECTED GATHER GATHER_ND GELU
+    HARD_SWISH LOGISTIC MAXIMUM MAX_POOL_2D MEAN MIRROR_PAD MUL NOT_EQUAL PACK PAD PADV2
+    REDUCE_MIN RELU RESHAPE RESIZE_BILINEAR RESIZE_NEAREST_NEIGHBOR RSQRT SELECT SELECT_V2 SLICE
+    SOFTMAX SPACE_TO_DEPTH SPLIT SQRT SQUARED_DIFFERENCE STRIDED_SLICE SUB SUM TANH TRANSPOSE UNPACK
+    """.split()  # noqa: SIM905 - one a line would be a page
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -328,11 +345,16 @@ def rules_of(units: Sequence[Unit], assignment: Assignment) -> tuple[Rule, ...]:
             for unit in by_level[level]
             if level != FLOAT or {unit.op} <= LEVELS[base].operations
         ]
-        scopes = [re.escape(scope) for unit in touched for scope in unit.scopes]
+        scopes = [scope for unit in touched for scope in unit.scopes]
         if scopes:
-            regex = f"^{scopes[0]}$" if len(scopes) == 1 else f"^(?:{'|'.join(scopes)})$"
-            rules.append(LEVELS[level].rule(regex))
+            rules.append(LEVELS[level].rule(any_of(scopes)))
     return tuple(rules)
+
+
+def any_of(scopes: Sequence[str]) -> str:
+    """The regex that matches these scopes and nothing else."""
+    escaped = [re.escape(scope) for scope in scopes]
+    return f"^{escaped[0]}$" if len(escaped) == 1 else f"^(?:{'|'.join(escaped)})$"
 
 
 def _misfits(units: Sequence[Unit], level: Level) -> bool:
