@@ -196,6 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--optimize", default="size")
     parser.add_argument("--slowest", type=float, default=None)
+    parser.add_argument("--largest", type=float, default=None)
     parser.add_argument("--time-limit", type=float, default=None)
     parser.add_argument("--static", action="store_true", help="static recipes too")
     parser.add_argument("--worst-sample", action="store_true")
@@ -223,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     optimize=options.optimize,
                     ranges=ranges,
                     slowest=options.slowest,
+                    largest=options.largest,
                     time_limit_s=options.time_limit,
                 )
             show(name, found)

@@ -141,7 +141,8 @@ class SearchResult:
     best: Candidate
     sha256: str
     rows: tuple[Candidate, ...]  # all that were measured in full, the smallest first
-    obstacles: tuple[Obstacle, ...]  # the noisiest units of ``best``; if not met: what must change
+    #: The noisiest units of ``best``; if not met: what must get quieter. None if float32 itself misses.
+    obstacles: tuple[Obstacle, ...]
     evaluations: int  # runs of the evaluator, of earlier parts of a resumed search too
     evaluations_now: int
     seconds: float
@@ -178,6 +179,7 @@ def search(
     levels: Iterable[str] | None = None,
     optimize: Goal = "size",
     slowest: float | None = None,
+    largest: float | None = None,
     time_limit_s: float | None = None,
     max_evaluations: int | None = None,
     checkpoint: Path | None = None,
@@ -199,6 +201,7 @@ def search(
         optimize: the fewest bytes, or the shortest run.
         slowest: the longest run that a file may take, in units of the float file's; any if None.
             With it the answer depends on latencies, which are not the same every time.
+        largest: the most bytes that a file may have, in units of the float file's; any if None.
         time_limit_s: after this, no evaluation is begun but those that the best file's held-out
             figures need.
         max_evaluations: the same, counted.
@@ -229,6 +232,7 @@ def search(
             levels=levels,
             goal=optimize,
             slowest=slowest,
+            largest=largest,
             deadline=None if time_limit_s is None else time.monotonic() + time_limit_s,
             max_evaluations=max_evaluations,
             memo=_Memo(checkpoint, source, fingerprint),
@@ -318,6 +322,7 @@ _DERIVED_SHARE = 0.10  # of one that was, at another level
 
 _HOPE = 0.7  # what a guessed noise is multiplied by before it is measured
 _HOPE_SMALL = 0.3
+_MISSES = 40  # steps of 1.3 in the noise: 46 dB
 _OBSTACLES = 8
 _ASTRAY = 2.0  # by how much a sum of noises may be off before its parts are measured again
 _QUICK_MACS = 20_000_000  # models below are so quick that probes take all samples too
@@ -344,6 +349,7 @@ class _Search:
     levels: tuple[str, ...] | None
     goal: Goal
     slowest: float | None
+    largest: float | None
     deadline: float | None
     max_evaluations: int | None
     memo: _Memo
@@ -442,7 +448,7 @@ class _Search:
 
     def _consider(self, row: Candidate) -> None:
         margin = row.evaluation.budget_margin
-        if math.isnan(margin) or margin < self.bar or not row.met or not self._fast_enough(row):
+        if math.isnan(margin) or margin < self.bar or not row.met or not self._allows(row):
             return
         if self.best is None or self._cost(row) < self._cost(self.best):
             self.best = row
@@ -465,6 +471,14 @@ class _Search:
         if self.goal == "latency":
             return (e.latency_ms, e.size_bytes)
         return (e.size_bytes, e.latency_ms)
+
+    def _allows(self, row: Candidate) -> bool:
+        """Whether it is as small and as fast as was asked for."""
+        return self._small_enough(row) and self._fast_enough(row)
+
+    def _small_enough(self, row: Candidate) -> bool:
+        size = row.evaluation.size_bytes
+        return self.largest is None or size <= self.largest * self.source.stat().st_size
 
     def _fast_enough(self, row: Candidate) -> bool:
         if self.slowest is None or not row.recipe.rules:
@@ -580,8 +594,30 @@ class _Search:
                 if self.best is before:
                     break
             self._static()
+            if self.best is None:
+                self._nearest_miss()
             if self._confirmed():
                 return
+
+    def _nearest_miss(self) -> None:
+        """The quietest file of the size that was asked for, when it is not quiet enough."""
+        allowed = self._allowed()
+        if allowed <= 0 or self.largest is None:
+            return
+        limit = self.largest * self.source.stat().st_size - self.kept_size
+        for _ in range(_MISSES):
+            allowed *= 1.3
+            assignment = self._cheapest(allowed / self.scale)
+            if assignment is None or self._total_size(assignment) > limit:
+                continue
+            settled = self._settled(allowed / self.scale)
+            if settled is not None and self._small_enough(row := self._mix(settled)):
+                self._reconcile(settled, self._noise(row.evaluation))
+                return
+
+    def _total_size(self, assignment: Assignment) -> int:
+        sizes = [self.model.size(index, level) for index, level in enumerate(assignment)]
+        return sum(sizes) + shared_bytes(self.units, assignment)
 
     def _kept(self) -> None:
         """Bytes of the float file as ai-edge-quantizer writes it, which others are compared to."""
@@ -732,19 +768,23 @@ class _Search:
             tried.add(assignment)
             row = self._mix(assignment)
             actual = self._noise(row.evaluation)
+            self._reconcile(assignment, actual)
             sum_ = self.model.total(assignment)
-            if not 1 / _ASTRAY <= actual / max(sum_ * self.scale, 1e-20) <= _ASTRAY:
-                # The few samples of the probes may not show what others do.
-                for index, level in enumerate(assignment):
-                    if level != FLOAT and (index, level) in self.model.measured:
-                        self._probe(index, level, quick=False)
-                sum_ = self.model.total(assignment)
             if sum_ > 0 and math.isfinite(actual):
                 self.scale = min(20.0, max(0.05, actual / sum_))
             if row.evaluation.budget_margin >= self.bar and actual >= 0.97 * self._allowed():
                 if self._hurry_up(assignment):
                     continue
                 return
+
+    def _reconcile(self, assignment: Assignment, actual: float) -> None:
+        """Measure the parts of a sum anew, on all samples, if it is far from what came out."""
+        sum_ = self.model.total(assignment) * self.scale
+        if 1 / _ASTRAY <= actual / max(sum_, 1e-20) <= _ASTRAY:
+            return
+        for index, level in enumerate(assignment):
+            if level != FLOAT:
+                self._probe(index, level, quick=False)
 
     def _hurry_up(self, assignment: Assignment) -> bool:
         """Whether time is worth more from now on, since this assignment is too slow."""
@@ -773,7 +813,7 @@ class _Search:
             self._learn(current, row, step, after)
             improved = (
                 after.evaluation.budget_margin >= self.bar
-                and self._fast_enough(after)
+                and self._allows(after)
                 and self._cost(after) < self._cost(row)
             )
             misses = 0 if improved else misses + 1
@@ -785,7 +825,7 @@ class _Search:
             if key in self.assignments
             and row.evaluation.budget_margin >= self.bar
             and row.met
-            and self._fast_enough(row)
+            and self._allows(row)
         ]
         if not rows:
             return None
@@ -974,6 +1014,7 @@ class _Search:
             self._raise_bar(row)
         rows = [row for row in self.rows.values() if not math.isnan(row.evaluation.budget_margin)]
         quantized = [row for row in rows if row.recipe.rules] or [float32]
+        quantized = [row for row in quantized if self._allows(row)] or quantized
         nearest = max(
             quantized, key=lambda row: (row.evaluation.budget_margin, -self._cost(row)[0])
         )
@@ -990,7 +1031,9 @@ class _Search:
             best=best,
             sha256=sha256_of(self.target),
             rows=tuple(sorted(self.rows.values(), key=_figures)),
-            obstacles=self._obstacles(self.assignments.get(key), met),
+            obstacles=self._obstacles(self.assignments.get(key), met)
+            if float32.evaluation.budget_margin >= 0
+            else (),
             evaluations=sum(key != "kept" for key in self.memo.measured),
             evaluations_now=self.now,
             seconds=self._seconds(),

@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,27 +235,28 @@ def test_an_unreachable_budget_tells_how_far_it_got_and_what_stands_in_the_way(
 ):
     world = Imagined(chain, 62)
     for noises in world.noises:
-        noises["int8-dynamic"] = 1e-8
-    world.noises[2]["int8-dynamic"] = 1e-4  # 40 dB: alone too much
-    world.noises[4]["int8-dynamic"] = 1e-5  # 50 dB: too much as well
-
-    class Lossy(Imagined):
-        def __call__(self, model: Path, *, held_out: bool) -> Evaluation:
-            e = super().__call__(model, held_out=held_out)
-            # Even float32 misses: there is nothing that meets the budget.
-            sqnr = -10 * math.log10(10 ** (-e.sqnr_db / 10) + 10**-6.0)
-            return replace(e, sqnr_db=sqnr, budget_margin=sqnr - self.target_db)
-
-    lossy = Lossy(chain, 62)
-    lossy.noises = world.noises
-    found = found_by(lossy, tmp_path, levels=["int8-dynamic"])
+        noises.update(dict.fromkeys(noises, 1e-8) | {FLOAT: 0.0})
+    # However they are quantized: 40 and 50 dB, where 62 are wanted. In float32 w2 is 9 % of the
+    # weights, w4 is 23 %, so that only w2 can be within a file of 30 %.
+    for index, noise in ((2, 1e-4), (4, 1e-5)):
+        world.noises[index].update(dict.fromkeys(world.noises[index], noise) | {FLOAT: 0.0})
+    found = found_by(world, tmp_path, largest=0.3)
     assert not found.met
-    assert found.best.evaluation.budget_margin < 0
-    assert [o.tensors for o in found.obstacles] == [("w2",), ("w4",)]
-    assert found.obstacles[0].sqnr_db == pytest.approx(40, abs=0.1)
-    assert found.obstacles[0].level == "int8-dynamic"
-    assert found.obstacles[0].share == pytest.approx(0.91, abs=0.01)
-    assert (tmp_path / "best.tflite").exists()
+    assert found.finished
+    best = found.best.evaluation
+    assert best.size_bytes <= 0.3 * chain.stat().st_size
+    assert best.budget_margin == pytest.approx(50 - 62, abs=0.1)
+    assert [(o.tensors, o.op) for o in found.obstacles] == [(("w4",), "FULLY_CONNECTED")]
+    assert found.obstacles[0].sqnr_db == pytest.approx(50, abs=0.1)
+    assert found.obstacles[0].share == pytest.approx(1.0, abs=0.01)
+    assert (tmp_path / "best.tflite").stat().st_size == best.size_bytes
+
+
+def test_when_float32_itself_misses_no_layer_is_blamed(chain: Path, tmp_path: Path):
+    found = found_by(Imagined(chain, 130), tmp_path)
+    assert not found.met
+    assert found.float32.evaluation.budget_margin == pytest.approx(-10.0)
+    assert found.obstacles == ()
 
 
 def test_a_checkpoint_of_another_search_is_refused(chain: Path, tmp_path: Path):
