@@ -728,19 +728,19 @@ class _Search:
                 for index, level in enumerate(assignment)
                 if level != FLOAT
                 and (index, level) not in self.model.measured
-                and self.model.noise(index, level)
-                > allowed
-                * (
-                    _DERIVED_SHARE
-                    if any((index, other) in self.model.measured for other in LEVELS)
-                    else _UNKNOWN_SHARE
-                )
+                and self.model.noise(index, level) > allowed * self._negligible(index)
             ]
             if not guessed:
                 return assignment
             for _, index, level in sorted(guessed, reverse=True):
                 self._probe(index, level)
         return assignment
+
+    def _negligible(self, unit: int) -> float:
+        """Share of the allowed noise up to which a guess of the unit's noise is good enough."""
+        derived = any((unit, level) in self.model.measured for level in LEVELS)
+        share = _DERIVED_SHARE if derived else _UNKNOWN_SHARE
+        return share / 5 if len(self.units) <= _SMALL else share
 
     def _mix(self, assignment: Assignment) -> Candidate:
         return self._full(
@@ -761,9 +761,8 @@ class _Search:
             if assignment in tried:
                 if self._hurry_up(assignment):
                     continue
-                if nudge < 0.7:
-                    return
-                nudge *= 0.93
+                passes = self._mix(assignment).evaluation.budget_margin >= self.bar
+                nudge *= 1.05 if passes else 0.95
                 continue
             tried.add(assignment)
             row = self._mix(assignment)

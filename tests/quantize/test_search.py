@@ -81,11 +81,11 @@ class Imagined:
         for unit in self.units:
             level = FLOAT
             for rule in rules:
-                if re.search(rule["regex"], unit.scopes[0]):
-                    kinds = [k for k in LEVELS.values() if k.rule(rule["regex"]) == rule]
-                    for kind in kinds:
-                        if rule["operation"] == "*" and kind.name in unit.levels:
-                            level = kind.name
+                if rule["operation"] in ("*", unit.op) and re.search(rule["regex"], unit.name):
+                    for known in LEVELS.values():
+                        same = known.rule(rule["regex"]) == {**rule, "operation": "*"}
+                        if same and known.name in unit.levels:
+                            level = known.name
             found.append(level)
         return tuple(found)
 
@@ -142,18 +142,19 @@ def found_by(world: Imagined, folder: Path, **options: Any):
     return search(world.source, folder / "best.tflite", quantizer=world, evaluator=world, **options)
 
 
+@pytest.mark.parametrize("seed", [3, 4])
 @pytest.mark.parametrize("target_db", [20, 28, 36, 44, 52, 60])
 def test_the_file_is_within_three_percent_of_the_smallest_there_is(
-    chain: Path, tmp_path: Path, target_db: float
+    chain: Path, tmp_path: Path, target_db: float, seed: int
 ):
-    world = Imagined(chain, target_db)
+    world = Imagined(chain, target_db, seed=seed)
     found = found_by(world, tmp_path)
     assert found.met
     assert found.finished
     assert found.best.evaluation.budget_margin >= 0
     assert found.best.held_out is not None
     assert found.best.evaluation.size_bytes <= 1.03 * world.smallest()
-    assert found.evaluations < 100
+    assert found.evaluations < 50
     assert (tmp_path / "best.tflite").stat().st_size == found.best.evaluation.size_bytes
 
 
