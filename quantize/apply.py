@@ -84,12 +84,20 @@ class Quantizer:
         source: the float ``.tflite`` file.
         log: where the process's stderr goes.
         timeout_s: how long one recipe may take.
+        remember: keep each weight's integers and scales from one recipe to the next, which makes
+            many similar recipes some times faster and takes the memory of all these weights.
     """
 
     def __init__(
-        self, source: Path, *, log: IO[bytes] | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        source: Path,
+        *,
+        log: IO[bytes] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        remember: bool = False,
     ) -> None:
         self.source = source
+        self.remember = remember
         self.timeout_s = timeout_s
         self._log = log
         self._child: subprocess.Popen[bytes] | None = None
@@ -189,7 +197,10 @@ class Quantizer:
             self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         return subprocess.Popen(
             # -P: this folder's modules are not the child's.
-            [sys.executable, "-P", "-u", str(_CHILD), str(self.source)],
+            [
+                *(sys.executable, "-P", "-u", str(_CHILD), str(self.source)),
+                *(("--remember",) if self.remember else ()),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

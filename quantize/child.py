@@ -1,4 +1,4 @@
-"""The process that runs ai-edge-quantizer: ``python child.py SOURCE``, one request a line.
+"""The process that runs ai-edge-quantizer: ``python child.py SOURCE [--remember]``, one request a line.
 
 A process of its own, because the quantizer can take the whole process down, and one that stays,
 because importing it and reading the file take as long as quantizing. It imports nothing of
@@ -16,6 +16,10 @@ where the library prints)::
 Ops that the quantizer cannot do as the rules say (an odd width in blocks, say) get the rule before
 that also fits them, or stay float, by further rules: the answer's ``rules`` hold these too, so that
 they give the same file again. With ``strict`` such ops are an error.
+
+With ``--remember`` the integers and scales of each weight are kept from one recipe to the next: a
+recipe that differs in one op from those before costs a walk over the graph and the writing. The
+files are the same to the byte.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from ai_edge_quantizer import (
     recipe_manager,
 )
 from ai_edge_quantizer.algorithms.uniform_quantize import uniform_quantize_tensor
+from ai_edge_quantizer.algorithms.utils import common_utils
 from ai_edge_quantizer.utils import tfl_flatbuffer_utils
 
 # One pass finds all ops that fail by themselves; leaving these float can let others fail.
@@ -48,10 +53,28 @@ class Refused(Exception):
     """Some ops cannot be quantized, and the caller wants that to be an error."""
 
 
+class Table(common_utils.TensorQuantParamsCache):  # type: ignore[misc]
+    """Upstream's table of quantized weights, by buffer and config, kept for many recipes.
+
+    Within one recipe a buffer has one algorithm; here several, so that it is a part of the key.
+    """
+
+    algorithm = ""
+
+    def lookup(self, buffer_id: Any, quant_config: Any) -> Any:
+        """What is known of a buffer, or None."""
+        return super().lookup((self.algorithm, buffer_id), quant_config)
+
+    def insert(self, buffer_id: Any, quant_config: Any, quant_params: Any) -> Any:
+        """Keep it; gives it back."""
+        return super().insert((self.algorithm, buffer_id), quant_config, quant_params)
+
+
 class Source:
     """The float file, read once; its weights stay in the mapped file."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, remember: bool = False) -> None:
+        self.table = Table() if remember else None
         content = tfl_flatbuffer_utils.get_model_content(path)
         self.model: Any = tfl_flatbuffer_utils.read_model(content)
 
@@ -88,7 +111,12 @@ class Source:
                 raise RuntimeError(f"ops still fail after {_PASSES} passes")
             modifier = model_modifier.ModelModifier(self.model)
             _mend(modifier)
-            model = modifier.modify_model(params, serialize_to_path=request["target"])
+            if self.table is None:
+                model = modifier.modify_model(params, serialize_to_path=request["target"])
+            else:  # short-lived files: upstream's own way waits until they are on the disk
+                model = modifier.modify_model(params, enable_progress_bar=False)
+                with open(request["target"], "wb") as stream:  # noqa: PTH123
+                    stream.write(model)
         except Exception as error:  # noqa: BLE001 - told to the parent in full
             answer = _told(error, stage)
             answer["deviations"] = list(deviations.values())
@@ -105,6 +133,8 @@ class Source:
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The quantization of each tensor, and the ops that failed and are left float in it."""
         generator = params_generator.ParamsGenerator(self.model)
+        if self.table is not None:
+            generator._tensor_quant_params_cache = self.table
         failed: list[dict[str, Any]] = []
         real = algorithm_manager.get_quantization_func
 
@@ -112,6 +142,8 @@ class Source:
             function = real(algorithm, op_key, mode)
 
             def run(op_info: Any, graph_info: Any, **rest: Any) -> Any:
+                if self.table is not None:
+                    self.table.algorithm = str(algorithm)
                 try:
                     return function(op_info=op_info, graph_info=graph_info, **rest)
                 except Exception as error:  # noqa: BLE001 - told to the parent in full
@@ -292,7 +324,7 @@ def main() -> None:
         request = json.loads(line)
         try:
             if source is None:
-                source = Source(sys.argv[1])
+                source = Source(sys.argv[1], remember="--remember" in sys.argv[2:])
         except Exception as error:  # noqa: BLE001 - told to the parent in full
             answer = _told(error, "load")
         else:

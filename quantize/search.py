@@ -35,14 +35,19 @@ from tpu2edge.files import canonical_json, sha256_of, write_atomically
 from tpu2edge.flatbuffer import read_tflite
 from tpu2edge.quantize.apply import Ranges
 from tpu2edge.quantize.recipes import Recipe, recipe
+from tpu2edge.quantize.rules import static
+from tpu2edge.quantize.scopes import op_scopes
 from tpu2edge.quantize.sensitivity import (
     FLOAT,
     LEVELS,
+    STATIC_OPERATIONS,
     Assignment,
     NoiseModel,
     Unit,
+    any_of,
     cheapest,
     rules_of,
+    shared_bytes,
     units_of,
 )
 from tpu2edge.types import Progress, no_progress
@@ -104,7 +109,9 @@ class Candidate:
     ranges: str | None
     evaluation: Evaluation  # on the samples of the search
     held_out: Evaluation | None = None
-    levels: Mapping[str, int] = field(default_factory=dict)  # units at each level; {}: a whole recipe
+    levels: Mapping[str, int] = field(
+        default_factory=dict
+    )  # units at each level; {}: a whole recipe
 
     @property
     def met(self) -> bool:
@@ -134,7 +141,8 @@ class SearchResult:
     best: Candidate
     sha256: str
     rows: tuple[Candidate, ...]  # all that were measured in full, the smallest first
-    obstacles: tuple[Obstacle, ...]  # the noisiest units of ``best``; if not met: what must change
+    #: The noisiest units of ``best``; if not met: what must get quieter. None if float32 itself misses.
+    obstacles: tuple[Obstacle, ...]
     evaluations: int  # runs of the evaluator, of earlier parts of a resumed search too
     evaluations_now: int
     seconds: float
@@ -170,6 +178,8 @@ def search(
     ranges: Mapping[str, Ranges] | None = None,
     levels: Iterable[str] | None = None,
     optimize: Goal = "size",
+    slowest: float | None = None,
+    largest: float | None = None,
     time_limit_s: float | None = None,
     max_evaluations: int | None = None,
     checkpoint: Path | None = None,
@@ -189,6 +199,9 @@ def search(
         ranges: ranges of activations by estimator; static recipes are left out without them.
         levels: names of LEVELS to choose from; all that can be had if None.
         optimize: the fewest bytes, or the shortest run.
+        slowest: the longest run that a file may take, in units of the float file's; any if None.
+            With it the answer depends on latencies, which are not the same every time.
+        largest: the most bytes that a file may have, in units of the float file's; any if None.
         time_limit_s: after this, no evaluation is begun but those that the best file's held-out
             figures need.
         max_evaluations: the same, counted.
@@ -218,6 +231,8 @@ def search(
             ranges=dict(ranges or {}),
             levels=levels,
             goal=optimize,
+            slowest=slowest,
+            largest=largest,
             deadline=None if time_limit_s is None else time.monotonic() + time_limit_s,
             max_evaluations=max_evaluations,
             memo=_Memo(checkpoint, source, fingerprint),
@@ -288,21 +303,39 @@ class _Memo:
 _WHOLE = {
     "float16": "float16",
     "int8-dynamic": "dynamic_wi8_afp32",
-    "int8-weights": "weight_only_wi8_afp32",
+    "int8-weights": "default_af32w8float",
+    "int8-dynamic-hadamard": "dynamic_wi8c_hr_afp32",
     "int4-dynamic": "int4",
-    "int4-weights": "int4-weight-only",
-    "int4-dynamic-b32": "int4-block32",
+}
+
+_STATIC = "int8-static"
+_STATIC_PARTS = 64  # each costs a run; more than that are not tried one by one
+
+# Levels that these recipes give to what cannot have theirs.
+_INSTEAD = {
+    "int4-dynamic": ("int8-dynamic",),
 }
 
 # Share of the allowed noise from which on a guessed noise is not good enough.
 _UNKNOWN_SHARE = 0.02  # of a unit that was never measured
 _DERIVED_SHARE = 0.10  # of one that was, at another level
 
+_HOPE = 0.7  # what a guessed noise is multiplied by before it is measured
+_HOPE_SMALL = 0.3
+_MISSES = 40  # steps of 1.3 in the noise: 46 dB
+_OBSTACLES = 8
+_ASTRAY = 2.0  # by how much a sum of noises may be off before its parts are measured again
+_QUICK_MACS = 20_000_000  # models below are so quick that probes take all samples too
+
+_TIE = 0.005
 _FITS = 10  # rounds of steps 3 and 4
-_PATIENCE = 6  # exchanges in a row that gain nothing before step 5 ends
+_PATIENCE = 3  # exchanges in a row that gain nothing before step 5 ends
 _SMALL = 12  # up to so many units, exchanges are cheap and few: more are tried
 _PATIENCE_SMALL = 24
-_WORTH = 0.0005  # share of the file that an exchange must save
+_TELLING = 0.05
+_NEAR = 1.1  # times the allowed noise: what is predicted to be beyond is not tried
+_WORTH = 0.003  # share of the file that an exchange must save
+_WORTH_SMALL = 0.001
 
 
 @dataclass(kw_only=True)
@@ -315,6 +348,8 @@ class _Search:
     ranges: dict[str, Ranges]
     levels: tuple[str, ...] | None
     goal: Goal
+    slowest: float | None
+    largest: float | None
     deadline: float | None
     max_evaluations: int | None
     memo: _Memo
@@ -324,6 +359,7 @@ class _Search:
         self.started = time.monotonic()
         self.file = read_tflite(self.source)
         self.units = units_of(self.file, self.levels)
+        self.macs = sum(unit.macs for unit in self.units) or 1
         self.model = NoiseModel(self.units)
         self.rows: dict[str, Candidate] = {}
         self.assignments: dict[str, Assignment] = {}
@@ -332,7 +368,14 @@ class _Search:
         self.now = 0
         self.floor = 0.0
         self.kept_size = self.source.stat().st_size
+        probe = getattr(self.evaluator, "probe", None)
+        self.probe: Callable[[Path], Evaluation] | None = probe if self.macs > _QUICK_MACS else None
         self.bar = 0.0  # margin that the search samples must show, raised by held-out failures
+        self.static_scale = 1.0
+        self.fully: set[tuple[int, str]] = set()  # measured alone, on all samples
+        self.float_ms = math.inf
+        self.measured_times: dict[str, float] = {}
+        self.hurry = _TIE  # share of the float file's bytes that all of its time is worth
         self.scale = 1.0  # what sums of noises have to be multiplied by
 
     # ---------------------------------------------------------------------------- measuring
@@ -377,6 +420,8 @@ class _Search:
         what: Recipe,
         ranges: str | None = None,
         assignment: Assignment | None = None,
+        *,
+        whole: bool = False,
     ) -> Candidate:
         """The figures of one file on all samples of the search; it may become the best."""
         key = self._key(what, ranges, "full")
@@ -386,7 +431,7 @@ class _Search:
             what, ranges, "full", lambda path: self.evaluator(path, held_out=False)
         )
         counts: dict[str, int] = {}
-        for level in assignment or ():
+        for level in () if whole else assignment or ():
             counts[level] = counts.get(level, 0) + 1
         row = Candidate(
             recipe=what,
@@ -403,7 +448,7 @@ class _Search:
 
     def _consider(self, row: Candidate) -> None:
         margin = row.evaluation.budget_margin
-        if math.isnan(margin) or margin < self.bar or not row.met:
+        if math.isnan(margin) or margin < self.bar or not row.met or not self._allows(row):
             return
         if self.best is None or self._cost(row) < self._cost(self.best):
             self.best = row
@@ -427,33 +472,59 @@ class _Search:
             return (e.latency_ms, e.size_bytes)
         return (e.size_bytes, e.latency_ms)
 
+    def _allows(self, row: Candidate) -> bool:
+        """Whether it is as small and as fast as was asked for."""
+        return self._small_enough(row) and self._fast_enough(row)
+
+    def _small_enough(self, row: Candidate) -> bool:
+        size = row.evaluation.size_bytes
+        return self.largest is None or size <= self.largest * self.source.stat().st_size
+
+    def _fast_enough(self, row: Candidate) -> bool:
+        if self.slowest is None or not row.recipe.rules:
+            return True
+        return row.evaluation.latency_ms <= self.slowest * self.float_ms
+
+    def _times(self) -> dict[str, float]:
+        """What an op takes at each level, of float32's time.
+
+        Usual figures, so that what is the smallest does not hang on how busy the machine is; whole
+        recipes' own where time is what was asked for.
+        """
+        times = {name: level.time for name, level in LEVELS.items()}
+        if self.goal == "latency" or self.slowest is not None:
+            times.update(self.measured_times)
+        return times
+
     def _noise(self, evaluation: Evaluation) -> float:
         if math.isnan(evaluation.sqnr_db):
             return math.inf
         return max(0.0, 10 ** (-evaluation.sqnr_db / 10) - self.floor)
 
-    def _probe(self, unit: int, level: str) -> None:
-        """Measure one unit at a level, all others float."""
-        if (unit, level) in self.model.measured:
+    def _probe(self, unit: int, level: str, *, quick: bool = True) -> None:
+        """Measure one unit at a level, all others float; not ``quick``: on all samples."""
+        quick = quick and self.probe is not None
+        if (unit, level) in (self.model.measured if quick else self.fully):
             return
-        assignment = tuple(
-            level if index == unit else FLOAT for index in range(len(self.units))
-        )
+        assignment = tuple(level if index == unit else FLOAT for index in range(len(self.units)))
         alone = Recipe(name="auto", rules=rules_of(self.units, assignment))
-        probe: Callable[[Path], Evaluation] | None = getattr(self.evaluator, "probe", None)
+        if not quick:
+            self.fully.add((unit, level))
         try:
-            evaluation = self._measure(
-                alone,
-                None,
-                "probe",
-                probe or (lambda path: self.evaluator(path, held_out=False)),
-            )
+            if quick and self.probe is not None:
+                evaluation = self._measure(alone, None, "probe", self.probe)
+            else:
+                evaluation = self._measure(
+                    alone, None, "full", lambda path: self.evaluator(path, held_out=False)
+                )
         except QuantizationError:  # upstream cannot, whatever its policy says
             self.model.measured[unit, level] = math.inf
             return
         noise = 10 ** (-evaluation.sqnr_db / 10) - self.floor
         self.model.measured[unit, level] = max(noise, 1e-15) if noise == noise else math.inf
-        self.model.bytes[unit, level] = evaluation.size_bytes - self.kept_size
+        self.model.bytes[unit, level] = (
+            evaluation.size_bytes - self.kept_size - shared_bytes(self.units, assignment)
+        )
         self.progress("search", len(self.memo.measured), None)
 
     # -------------------------------------------------------------------------------- steps
@@ -475,6 +546,7 @@ class _Search:
         row = self._full(Recipe(name=FLOAT, rules=()))
         self.deadline, self.max_evaluations = deadline, most
         self.floor = 10 ** (-row.evaluation.sqnr_db / 10)
+        self.float_ms = row.evaluation.latency_ms
         return row
 
     def _offered(self, level: str) -> bool:
@@ -487,20 +559,27 @@ class _Search:
                 continue
             whole = recipe(name)
             try:
-                row = self._full(whole)
+                row = self._full(whole, None, self._everywhere(level), whole=True)
             except QuantizationError as err:
                 refused.append(err)
                 continue
             self.model.totals[level] = self._noise(row.evaluation)
+            if 0 < self.float_ms < math.inf:
+                self.measured_times[level] = row.evaluation.latency_ms / self.float_ms
         if self.units and refused and len(self.rows) == 1:
             raise refused[0]
-        if self.levels is None or "int8-static" in self.levels:
-            for estimator in self.ranges:
-                for name in ("int8-static",):
-                    try:
-                        self._full(recipe(name), estimator)
-                    except QuantizationError:
-                        continue
+        for estimator in sorted(self.ranges):
+            try:
+                self._full(recipe(_STATIC), estimator)
+            except QuantizationError:
+                continue
+
+    def _everywhere(self, level: str) -> Assignment:
+        """What the plain recipe of a level does to each unit."""
+        return tuple(
+            next((one for one in (level, *_INSTEAD.get(level, ())) if one in unit.levels), FLOAT)
+            for unit in self.units
+        )
 
     def _mixes(self) -> None:
         if not any(len(unit.levels) > 1 for unit in self.units):
@@ -508,11 +587,37 @@ class _Search:
         self._kept()
         while True:
             self._pivot()
-            self._fit()
-            self._exchange()
+            while True:
+                before = self.best
+                self._fit()
+                self._exchange()
+                if self.best is before:
+                    break
             self._static()
+            if self.best is None:
+                self._nearest_miss()
             if self._confirmed():
                 return
+
+    def _nearest_miss(self) -> None:
+        """The quietest file of the size that was asked for, when it is not quiet enough."""
+        allowed = self._allowed()
+        if allowed <= 0 or self.largest is None:
+            return
+        limit = self.largest * self.source.stat().st_size - self.kept_size
+        for _ in range(_MISSES):
+            allowed *= 1.3
+            assignment = self._cheapest(allowed / self.scale)
+            if assignment is None or self._total_size(assignment) > limit:
+                continue
+            settled = self._settled(allowed / self.scale)
+            if settled is not None and self._small_enough(row := self._mix(settled)):
+                self._reconcile(settled, self._noise(row.evaluation))
+                return
+
+    def _total_size(self, assignment: Assignment) -> int:
+        sizes = [self.model.size(index, level) for index, level in enumerate(assignment)]
+        return sum(sizes) + shared_bytes(self.units, assignment)
 
     def _kept(self) -> None:
         """Bytes of the float file as ai-edge-quantizer writes it, which others are compared to."""
@@ -553,9 +658,7 @@ class _Search:
     def _pivot(self) -> None:
         """Measure every unit at the level whose whole recipe is nearest to the allowance."""
         allowed = self._allowed()
-        known = {
-            level: total for level, total in self.model.totals.items() if 0 < total < math.inf
-        }
+        known = {level: total for level, total in self.model.totals.items() if 0 < total < math.inf}
         if not known or allowed <= 0:
             return
         pivot = min(known, key=lambda level: abs(math.log(known[level] / allowed)))
@@ -578,26 +681,41 @@ class _Search:
         """What a level costs: bytes, or time; a little of the other decides ties."""
         size = self.model.size(index, level)
         unit = self.units[index]
-        slow = unit.macs * (0.3 if LEVELS[level].integer else 1.0)
-        total = sum(u.macs for u in self.units) or 1
+        slow = unit.macs * self._times()[level]
+        total = self.macs
         bytes_all = self.kept_size
         if self.goal == "latency":
             return slow / total * bytes_all + 0.01 * size
-        return size + 0.005 * slow / total * bytes_all
+        return size + self.hurry * slow / total * bytes_all
 
     def _cheapest(self, allowed: float) -> Assignment | None:
-        noises = [
-            [self.model.noise(index, level) for level in unit.levels]
-            for index, unit in enumerate(self.units)
-        ]
-        costs = [
-            [self._price(index, level) for level in unit.levels]
-            for index, unit in enumerate(self.units)
-        ]
-        picks = cheapest(noises, costs, allowed)
-        if picks is None:
-            return None
-        return tuple(unit.levels[pick] for unit, pick in zip(self.units, picks, strict=True))
+        """Of those with rotations and those without: the matrices do not add up over the units."""
+        found: list[tuple[float, Assignment]] = []
+        for rotated in (False, True):
+            levels = [
+                [level for level in unit.levels if rotated or not LEVELS[level].rotates]
+                for unit in self.units
+            ]
+            picks = cheapest(
+                [[self._hoped(i, level) for level in some] for i, some in enumerate(levels)],
+                [[self._price(i, level) for level in some] for i, some in enumerate(levels)],
+                allowed,
+            )
+            if picks is not None:
+                assignment = tuple(some[pick] for some, pick in zip(levels, picks, strict=True))
+                found.append((self._total_price(assignment), assignment))
+        return min(found)[1] if found else None
+
+    def _hoped(self, unit: int, level: str) -> float:
+        """The noise, a guessed one taken for less than it likely is: then it will be measured."""
+        noise = self.model.noise(unit, level)
+        if (unit, level) in self.model.measured:
+            return noise
+        return noise * (_HOPE_SMALL if len(self.units) <= _SMALL else _HOPE)
+
+    def _total_price(self, assignment: Assignment) -> float:
+        prices = [self._price(index, level) for index, level in enumerate(assignment)]
+        return math.fsum(prices) + shared_bytes(self.units, assignment)
 
     def _settled(self, allowed: float) -> Assignment | None:
         """The cheapest assignment, once nothing that it rests on is a guess."""
@@ -610,19 +728,19 @@ class _Search:
                 for index, level in enumerate(assignment)
                 if level != FLOAT
                 and (index, level) not in self.model.measured
-                and self.model.noise(index, level)
-                > allowed
-                * (
-                    _DERIVED_SHARE
-                    if any((index, other) in self.model.measured for other in LEVELS)
-                    else _UNKNOWN_SHARE
-                )
+                and self.model.noise(index, level) > allowed * self._negligible(index)
             ]
             if not guessed:
                 return assignment
             for _, index, level in sorted(guessed, reverse=True):
                 self._probe(index, level)
         return assignment
+
+    def _negligible(self, unit: int) -> float:
+        """Share of the allowed noise up to which a guess of the unit's noise is good enough."""
+        derived = any((unit, level) in self.model.measured for level in LEVELS)
+        share = _DERIVED_SHARE if derived else _UNKNOWN_SHARE
+        return share / 5 if len(self.units) <= _SMALL else share
 
     def _mix(self, assignment: Assignment) -> Candidate:
         return self._full(
@@ -641,18 +759,39 @@ class _Search:
             if assignment is None:
                 return
             if assignment in tried:
-                if nudge < 0.7:
-                    return
-                nudge *= 0.93
+                if self._hurry_up(assignment):
+                    continue
+                passes = self._mix(assignment).evaluation.budget_margin >= self.bar
+                nudge *= 1.05 if passes else 0.95
                 continue
             tried.add(assignment)
             row = self._mix(assignment)
-            sum_ = self.model.total(assignment)
             actual = self._noise(row.evaluation)
+            self._reconcile(assignment, actual)
+            sum_ = self.model.total(assignment)
             if sum_ > 0 and math.isfinite(actual):
                 self.scale = min(20.0, max(0.05, actual / sum_))
             if row.evaluation.budget_margin >= self.bar and actual >= 0.97 * self._allowed():
+                if self._hurry_up(assignment):
+                    continue
                 return
+
+    def _reconcile(self, assignment: Assignment, actual: float) -> None:
+        """Measure the parts of a sum anew, on all samples, if it is far from what came out."""
+        sum_ = self.model.total(assignment) * self.scale
+        if 1 / _ASTRAY <= actual / max(sum_, 1e-20) <= _ASTRAY:
+            return
+        for index, level in enumerate(assignment):
+            if level != FLOAT:
+                self._probe(index, level, quick=False)
+
+    def _hurry_up(self, assignment: Assignment) -> bool:
+        """Whether time is worth more from now on, since this assignment is too slow."""
+        row = self._mix(assignment)
+        if self._fast_enough(row) or self.hurry > 1.0:
+            return False
+        self.hurry *= 4.0
+        return True
 
     def _exchange(self) -> None:
         """Step 5."""
@@ -672,7 +811,9 @@ class _Search:
             after = self._mix(step)
             self._learn(current, row, step, after)
             improved = (
-                after.evaluation.budget_margin >= self.bar and self._cost(after) < self._cost(row)
+                after.evaluation.budget_margin >= self.bar
+                and self._allows(after)
+                and self._cost(after) < self._cost(row)
             )
             misses = 0 if improved else misses + 1
 
@@ -683,6 +824,7 @@ class _Search:
             if key in self.assignments
             and row.evaluation.budget_margin >= self.bar
             and row.met
+            and self._allows(row)
         ]
         if not rows:
             return None
@@ -695,7 +837,7 @@ class _Search:
         """The untried change of one or two units that saves most and is likely to pass."""
         allowed = self._allowed()
         here = self._noise(row.evaluation)
-        worth = _WORTH * row.evaluation.size_bytes
+        worth = row.evaluation.size_bytes * (_WORTH_SMALL if len(self.units) <= _SMALL else _WORTH)
         steps: list[tuple[float, float, int, str]] = []  # saved, noise added, unit, level
         for index, unit in enumerate(self.units):
             for level in unit.levels:
@@ -709,44 +851,121 @@ class _Search:
                     steps.append((saved, added, index, level))
         down = sorted((s for s in steps if s[0] > worth), key=lambda s: -s[0])[:120]
         up = sorted((s for s in steps if s[1] < 0), key=lambda s: s[1])[:120]
-        options = [(s[0], s[1], (s,)) for s in down]
+        shared = shared_bytes(self.units, current)
+
+        def option(*parts: tuple[float, float, int, str]) -> tuple[float, float, Assignment]:
+            changed = list(current)
+            for _, _, index, level in parts:
+                changed[index] = level
+            after = tuple(changed)
+            saved = sum(part[0] for part in parts) + shared - shared_bytes(self.units, after)
+            return saved, sum(part[1] for part in parts), after
+
+        options = [option(step) for step in down]
         options += [
-            (d[0] + u[0], d[1] + u[1], (d, u))
+            option(d, u)
             for d, u in itertools.product(down, up)
-            if d[2] != u[2] and d[0] + u[0] > worth
+            if d[2] != u[2]
+            and d[0] + u[0] > worth
+            and -u[1] > _TELLING * max(d[1], 0.0)  # or else d alone would do as well
+            and here + d[1] + u[1] <= _NEAR * allowed
         ]
 
-        def rank(option: tuple[float, float, Any]) -> tuple[int, float]:
-            after = here + option[1]
+        def rank(one: tuple[float, float, Assignment]) -> tuple[int, float, Assignment]:
+            saved, added, assignment = one
             # Likely to pass first, by what it saves; then those a little over, by how much.
-            return (0, -option[0]) if after <= allowed else (1, after)
+            if here + added <= allowed:
+                return (0, -saved, assignment)
+            return (1, added, assignment)
 
-        for option in sorted(options, key=rank):
-            if here + option[1] > 1.15 * allowed:
-                return None
-            changed = list(current)
-            for _, _, index, level in option[2]:
-                changed[index] = level
-            step = tuple(changed)
-            if step not in tried:
-                return step
+        for saved, added, assignment in sorted(options, key=rank):
+            if saved > worth and here + added <= _NEAR * allowed and assignment not in tried:
+                return assignment
         return None
 
-    def _learn(
-        self, before: Assignment, row: Candidate, after: Assignment, new: Candidate
-    ) -> None:
-        """Correct the noise of the unit that was changed, if it was one, by what came out."""
+    def _learn(self, before: Assignment, row: Candidate, after: Assignment, new: Candidate) -> None:
+        """Correct the noise of the unit that made most of the difference by what came out."""
         changed = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
-        if len(changed) != 1 or after[changed[0]] == FLOAT:
+        actual = self._noise(new.evaluation) - self._noise(row.evaluation)
+        if not math.isfinite(actual):
             return
-        index = changed[0]
-        step = (self._noise(new.evaluation) - self._noise(row.evaluation)) / self.scale
-        if math.isfinite(step):
-            noise = self.model.noise(index, before[index]) + step
-            self.model.measured[index, after[index]] = max(noise, 1e-15)
+        steps = {i: self.model.noise(i, after[i]) - self.model.noise(i, before[i]) for i in changed}
+        index = max(changed, key=lambda i: steps[i])
+        if after[index] == FLOAT:
+            return
+        rest = math.fsum(step for i, step in steps.items() if i != index)
+        noise = self.model.noise(index, before[index]) + actual / self.scale - rest
+        self.model.measured[index, after[index]] = max(noise, 1e-15)
 
     def _static(self) -> None:
-        """Step 6."""
+        """Step 6: static recipes in which the noisiest ops go back to dynamic or to float."""
+        whole = [row for row in self.rows.values() if row.recipe.needs_calibration]
+        if not whole:
+            return
+        best = max(whole, key=lambda row: (row.evaluation.sqnr_db, row.ranges or ""))
+        if self.best is not None and self._cost(best) >= self._cost(self.best):
+            return  # going back never makes it smaller or faster
+        parts = self._static_parts()
+        if not 1 < len(parts) <= _STATIC_PARTS:
+            return
+        allowed = self._allowed()
+        noises: list[float] = []
+        for scopes, _ in parts:
+            alone = Recipe(name="auto", rules=(static(8, 8, regex=any_of(scopes)),))
+            try:
+                evaluation = self._measure(
+                    alone, best.ranges, "full", lambda path: self.evaluator(path, held_out=False)
+                )
+            except QuantizationError:
+                noises.append(math.inf)
+                continue
+            noises.append(self._noise(evaluation))
+        order = sorted(range(len(parts)), key=lambda part: (-noises[part], part))
+        back = 0
+        for _ in range(_FITS):
+            while back < len(order) and (
+                math.fsum(noises[part] for part in order[back:]) * self.static_scale > allowed
+            ):
+                back += 1
+            if back == len(order):
+                return
+            row = self._full(self._partly_static(parts, set(order[:back])), best.ranges)
+            if row.evaluation.budget_margin >= self.bar:
+                return
+            actual = self._noise(row.evaluation)
+            sum_ = math.fsum(noises[part] for part in order[back:])
+            if sum_ > 0 and math.isfinite(actual):
+                self.static_scale = min(100.0, max(self.static_scale, actual / sum_))
+            back += 1
+
+    def _static_parts(self) -> list[tuple[tuple[str, ...], Unit | None]]:
+        """Scopes of the ops that can be static: each unit, and each op without weights."""
+        parts: list[tuple[tuple[str, ...], Unit | None]] = []
+        seen: set[str] = set()
+        units = {scope: unit for unit in self.units for scope in unit.scopes}
+        for op in op_scopes(self.file):
+            if op.op not in STATIC_OPERATIONS or op.scope in seen:
+                continue
+            unit = units.get(op.scope)
+            scopes = unit.scopes if unit is not None else (op.scope,)
+            seen.update(scopes)
+            parts.append((scopes, unit))
+        return parts
+
+    def _partly_static(
+        self, parts: Sequence[tuple[tuple[str, ...], Unit | None]], back: set[int]
+    ) -> Recipe:
+        rules = list(recipe(_STATIC).rules)
+        for dynamic_, level in ((True, "int8-dynamic"), (False, FLOAT)):
+            scopes = [
+                scope
+                for part in sorted(back)
+                for scope in parts[part][0]
+                if (parts[part][1] is not None) == dynamic_
+            ]
+            if scopes:
+                rules.append(LEVELS[level].rule(any_of(scopes)))
+        return Recipe(name="auto", rules=tuple(rules))
 
     # ------------------------------------------------------------------------------ the end
 
@@ -775,8 +994,10 @@ class _Search:
 
     def _raise_bar(self, failed: Candidate) -> None:
         assert failed.held_out is not None
-        lost = failed.evaluation.budget_margin - failed.held_out.budget_margin
-        self.bar = max(self.bar + 1e-3, min(lost, self.bar - failed.held_out.budget_margin))
+        # Above what just failed, by a part of what it lacked: the samples of the search flatter.
+        lacked = -failed.held_out.budget_margin
+        step = min(1.0, max(0.1, lacked / 4)) if math.isfinite(lacked) else 1.0
+        self.bar = max(self.bar, failed.evaluation.budget_margin) + step
         self.best = None
         for row in sorted(self.rows.values(), key=self._cost):
             self._consider(row)
@@ -792,7 +1013,10 @@ class _Search:
             self._raise_bar(row)
         rows = [row for row in self.rows.values() if not math.isnan(row.evaluation.budget_margin)]
         quantized = [row for row in rows if row.recipe.rules] or [float32]
-        nearest = max(quantized, key=lambda row: (row.evaluation.budget_margin, -self._cost(row)[0]))
+        quantized = [row for row in quantized if self._allows(row)] or quantized
+        nearest = max(
+            quantized, key=lambda row: (row.evaluation.budget_margin, -self._cost(row)[0])
+        )
         nearest = self._held_out(nearest)
         self._publish(nearest)
         return nearest, False
@@ -806,7 +1030,9 @@ class _Search:
             best=best,
             sha256=sha256_of(self.target),
             rows=tuple(sorted(self.rows.values(), key=_figures)),
-            obstacles=self._obstacles(self.assignments.get(key), met),
+            obstacles=self._obstacles(self.assignments.get(key), met)
+            if float32.evaluation.budget_margin >= 0
+            else (),
             evaluations=sum(key != "kept" for key in self.memo.measured),
             evaluations_now=self.now,
             seconds=self._seconds(),
@@ -830,7 +1056,8 @@ class _Search:
         left = total
         found: list[Obstacle] = []
         for noise, index in sorted(noises, reverse=True):
-            if len(found) >= 8 or (found and not met and left * self.scale <= allowed):
+            enough = max(allowed, 0.05 * total * self.scale)
+            if len(found) >= _OBSTACLES or (found and not met and left * self.scale <= enough):
                 break
             unit = self.units[index]
             found.append(

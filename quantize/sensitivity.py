@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpu2edge.quantize.rules import Rule, dynamic, float16, keep, static, weight_only
+from tpu2edge.quantize.rules import Rule, dynamic, float16, keep, weight_only
 from tpu2edge.quantize.scopes import OpScope, op_scopes
 
 if TYPE_CHECKING:
@@ -30,13 +30,16 @@ if TYPE_CHECKING:
 __all__ = [
     "FLOAT",
     "LEVELS",
+    "STATIC_OPERATIONS",
     "Assignment",
     "Level",
     "NoiseModel",
     "Unit",
+    "any_of",
     "cheapest",
     "expected_bytes",
     "rules_of",
+    "shared_bytes",
     "units_of",
 ]
 
@@ -45,23 +48,13 @@ Assignment = tuple[str, ...]
 
 FLOAT = "float32"
 
-_WEIGHT_OPS = frozenset(
-    {
-        "BATCH_MATMUL",
-        "CONV_2D",
-        "CONV_2D_TRANSPOSE",
-        "DEPTHWISE_CONV_2D",
-        "EMBEDDING_LOOKUP",
-        "FULLY_CONNECTED",
-    }
-)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """One way to store weights; the ops that it is for are those of upstream's policy.
+    """One way to store weights; ``operations`` are the ops that upstream does it for.
 
-    ``noise`` is what its error is usually worth, in units of int8 weight-only's.
+    ``noise`` is what its error is usually worth, in units of int8-weights'; ``time`` what its ops
+    take of float32's.
     """
 
     name: str
@@ -70,122 +63,147 @@ class Level:
     bits: float
     operations: frozenset[str]
     noise: float
-    integer: bool = False  # computes with integers: fast
+    time: float
     dequantizes: bool = False  # an op is added before the unit
+    rotates: bool = False  # ops are added, and a matrix that others of the same width share
     block: int = 0
-    calibrated: bool = False
 
 
 def _keep(regex: str) -> Rule:
     return keep(regex=regex)
 
 
-def _float16(regex: str) -> Rule:
-    return float16(regex=regex)
+_ALL = "BATCH_MATMUL CONV_2D CONV_2D_TRANSPOSE DEPTHWISE_CONV_2D EMBEDDING_LOOKUP FULLY_CONNECTED"
+_HADAMARD = "DECOMPOSED_HADAMARD_ROTATION"
 
-
-def _level(
-    name: str, about: str, rule: Callable[[str], Rule], bits: float, ops: str, noise: float, how: str
-) -> Level:
-    block = int(name.rpartition("-b")[2]) if "-b" in name else 0
-    return Level(
-        name=name,
-        about=about,
-        rule=rule,
-        bits=bits,
-        operations=frozenset(ops.split()) if ops else _WEIGHT_OPS,
-        noise=noise,
-        integer=how in ("dynamic", "static"),
-        dequantizes=how == "weights",
-        block=block,
-        calibrated=how == "static",
-    )
-
-
-_NO_BATCH_MATMUL = (
-    "CONV_2D CONV_2D_TRANSPOSE DEPTHWISE_CONV_2D EMBEDDING_LOOKUP FULLY_CONNECTED"
-)
-
-#: All levels by name, in the order in which a tie is decided (ai_edge_quantizer.default_policy of
-#: 0.10 says for which ops). Block scales are two bytes each.
+#: All levels by name, in the order in which a tie is decided. For which ops: the policies of
+#: ai_edge_quantizer 0.10. Noise and time: medians over MiniLM, Resemblyzer, Silero, MTCNN's O-net.
 LEVELS: Mapping[str, Level] = {
     level.name: level
     for level in (
-        _level(FLOAT, "float32 weights", _keep, 32, "", 0.0, "float"),
-        _level(
-            "int8-dynamic",
-            "int8 weights, activations quantized at run time",
-            lambda regex: dynamic(8, regex=regex),
-            8,
-            "",
-            4.0,
-            "dynamic",
+        Level(
+            name=FLOAT,
+            about="float32 weights",
+            rule=_keep,
+            bits=32,
+            operations=frozenset(_ALL.split()),
+            noise=0.0,
+            time=1.0,
         ),
-        _level(
-            "int8-weights",
-            "int8 weights, computed in float32",
-            lambda regex: weight_only(8, regex=regex),
-            8,
-            "",
-            1.0,
-            "weights",
+        Level(
+            name="int8-dynamic",
+            about="int8 weights, activations quantized at run time",
+            rule=lambda regex: dynamic(8, regex=regex),
+            bits=8,
+            operations=frozenset(_ALL.split()),
+            noise=3.0,
+            time=0.3,
         ),
-        _level(
-            "float16",
-            "float16 weights, computed in float32",
-            _float16,
-            16,
-            _NO_BATCH_MATMUL,
-            2e-4,
-            "weights",
+        Level(
+            name="int8-weights",
+            about="int8 weights with zero points, computed in float32",
+            # With symmetric weights the noise is 1 to 5 dB higher, at the same size and speed.
+            rule=lambda regex: weight_only(8, regex=regex, symmetric=False),
+            bits=8,
+            operations=frozenset(_ALL.split()),
+            noise=1.0,
+            time=1.05,
+            dequantizes=True,
         ),
-        _level(
-            "int4-dynamic",
-            "int4 weights, activations quantized at run time",
-            lambda regex: dynamic(4, regex=regex),
-            4,
-            "FULLY_CONNECTED EMBEDDING_LOOKUP CONV_2D",
-            330.0,
-            "dynamic",
+        Level(
+            name="int8-dynamic-hadamard",
+            about="int8 weights, rotated activations quantized at run time",
+            rule=lambda regex: dynamic(8, regex=regex, algorithm=_HADAMARD),
+            bits=8,
+            operations=frozenset({"FULLY_CONNECTED"}),
+            noise=1.2,
+            time=0.65,
+            rotates=True,
         ),
-        _level(
-            "int4-weights",
-            "int4 weights, computed in float32",
-            lambda regex: weight_only(4, regex=regex),
-            4,
-            "BATCH_MATMUL FULLY_CONNECTED EMBEDDING_LOOKUP CONV_2D",
-            328.0,  # (127 / 7)^2
-            "weights",
+        Level(
+            name="float16",
+            about="float16 weights, computed in float32",
+            rule=lambda regex: float16(regex=regex),
+            bits=16,
+            operations=frozenset(_ALL.split()) - {"BATCH_MATMUL"},
+            noise=3e-4,
+            time=1.0,
+            dequantizes=True,
         ),
-        _level(
-            "int4-dynamic-b32",
-            "int4 weights in blocks of 32, activations quantized at run time",
-            lambda regex: dynamic(4, regex=regex, block=32),
-            4.5,
-            "FULLY_CONNECTED EMBEDDING_LOOKUP",
-            140.0,
-            "dynamic",
+        Level(
+            name="int4-dynamic",
+            about="int4 weights, activations quantized at run time",
+            rule=lambda regex: dynamic(4, regex=regex),
+            bits=4,
+            operations=frozenset({"FULLY_CONNECTED", "EMBEDDING_LOOKUP", "CONV_2D"}),
+            noise=450.0,
+            time=0.3,
         ),
-        _level(
-            "int4-dynamic-b128",
-            "int4 weights in blocks of 128, activations quantized at run time",
-            lambda regex: dynamic(4, regex=regex, block=128),
-            4.125,
-            "FULLY_CONNECTED EMBEDDING_LOOKUP",
-            220.0,
-            "dynamic",
+        Level(
+            name="int4-dynamic-octav",
+            about="int4 weights with clipping, activations quantized at run time",
+            rule=lambda regex: dynamic(4, regex=regex, algorithm="OCTAV"),
+            bits=4,
+            operations=frozenset({"FULLY_CONNECTED", "EMBEDDING_LOOKUP", "CONV_2D"}),
+            noise=380.0,
+            time=0.3,
         ),
-        _level(
-            "int8-static",
-            "int8 weights and activations, ranges known beforehand",
-            lambda regex: static(8, 8, regex=regex),
-            8,
-            "BATCH_MATMUL CONV_2D CONV_2D_TRANSPOSE DEPTHWISE_CONV_2D FULLY_CONNECTED",
-            10.0,
-            "static",
+        Level(
+            name="int4-weights",
+            about="int4 weights with zero points, computed in float32",
+            rule=lambda regex: weight_only(4, regex=regex, symmetric=False),
+            bits=4,
+            operations=frozenset(
+                {"BATCH_MATMUL", "FULLY_CONNECTED", "EMBEDDING_LOOKUP", "CONV_2D"}
+            ),
+            noise=330.0,
+            time=3.0,
+            dequantizes=True,
+        ),
+        Level(
+            name="int4-dynamic-b32",
+            about="int4 weights in blocks of 32, activations quantized at run time",
+            rule=lambda regex: dynamic(4, regex=regex, block=32),
+            bits=4.5,
+            operations=frozenset({"FULLY_CONNECTED", "EMBEDDING_LOOKUP"}),
+            noise=200.0,
+            time=0.5,
+            block=32,
+        ),
+        Level(
+            name="int4-dynamic-b128",
+            about="int4 weights in blocks of 128, activations quantized at run time",
+            rule=lambda regex: dynamic(4, regex=regex, block=128),
+            bits=4.125,
+            operations=frozenset({"FULLY_CONNECTED", "EMBEDDING_LOOKUP"}),
+            noise=330.0,
+            time=0.5,
+            block=128,
+        ),
+        Level(
+            name="int4-dynamic-hadamard",
+            about="int4 weights, rotated activations quantized at run time",
+            rule=lambda regex: dynamic(4, regex=regex, algorithm=_HADAMARD),
+            bits=4,
+            operations=frozenset({"FULLY_CONNECTED"}),
+            noise=200.0,
+            time=0.65,
+            rotates=True,
         ),
     )
 }
+
+
+#: Ops that can compute with int8 activations (ai_edge_quantizer.default_policy, static_wi8_ai8).
+STATIC_OPERATIONS = frozenset(
+    """
+    ADD AVERAGE_POOL_2D BATCH_MATMUL BROADCAST_TO CONCATENATION CONV_2D CONV_2D_TRANSPOSE
+    DEPTHWISE_CONV_2D DIV DYNAMIC_UPDATE_SLICE EQUAL FULLY_CONNECTED GATHER GATHER_ND GELU
+    HARD_SWISH LOGISTIC MAXIMUM MAX_POOL_2D MEAN MIRROR_PAD MUL NOT_EQUAL PACK PAD PADV2
+    REDUCE_MIN RELU RESHAPE RESIZE_BILINEAR RESIZE_NEAREST_NEIGHBOR RSQRT SELECT SELECT_V2 SLICE
+    SOFTMAX SPACE_TO_DEPTH SPLIT SQRT SQUARED_DIFFERENCE STRIDED_SLICE SUB SUM TANH TRANSPOSE UNPACK
+    """.split()  # noqa: SIM905 - one a line would be a page
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +216,7 @@ class Unit:
     tensors: tuple[str, ...]  # names of the weights
     elements: int
     channels: int
+    rotation: int  # rows of the matrix that its activations would be rotated by
     macs: int  # multiplications of one run, of one turn for an op inside a loop
     levels: tuple[str, ...]  # what its ops can be, FLOAT first
 
@@ -207,16 +226,12 @@ def units_of(file: TfliteFile, levels: Iterable[str] | None = None) -> tuple[Uni
 
     Args:
         file: the float file.
-        levels: which levels to offer; all that need no calibration if None.
+        levels: which levels to offer besides float32; all if None.
     """
-    offered = [
-        level
-        for level in LEVELS.values()
-        if (level.name in levels if levels is not None else not level.calibrated)
-    ]
+    offered = [level for level in LEVELS.values() if levels is None or level.name in levels]
     groups: dict[int, list[OpScope]] = {}
     for op in op_scopes(file):
-        if op.op not in _WEIGHT_OPS or op.weight is None:
+        if op.op not in LEVELS[FLOAT].operations or op.weight is None:
             continue
         weight = file.subgraphs[op.subgraph].tensors[op.weight]
         if weight.dtype == "float32" and weight.quantization is None:
@@ -234,6 +249,7 @@ def units_of(file: TfliteFile, levels: Iterable[str] | None = None) -> tuple[Uni
             if level.name != FLOAT
             and kinds <= level.operations
             and (not level.block or width % level.block == 0)
+            and (not level.rotates or (width & -width) >= 4)
         ]
         units.append(
             Unit(
@@ -243,6 +259,7 @@ def units_of(file: TfliteFile, levels: Iterable[str] | None = None) -> tuple[Uni
                 tensors=tuple(dict.fromkeys(weight.name for weight in weights)),
                 elements=elements,
                 channels=_channels(ops[0].op, first.shape),
+                rotation=width & -width,  # the largest power of two that divides the width
                 macs=sum(_macs(file, op, first.shape) for op in ops),
                 levels=tuple(possible),
             )
@@ -274,8 +291,21 @@ def expected_bytes(unit: Unit, level: str) -> int:
     stored = unit.elements * known.bits / 8
     # One float32 scale and one int64 zero point a channel; an op, a tensor and its name.
     scales = 0 if level == "float16" or known.block else 12 * unit.channels
-    added = (220 + len(unit.tensors[0])) * len(unit.scopes) if known.dequantizes else 0
+    ops = (known.dequantizes + 5 * known.rotates) * len(unit.scopes)
+    added = (220 + len(unit.tensors[0])) * ops
     return round(stored + scales + added + 40 - 4 * unit.elements)
+
+
+def shared_bytes(units: Sequence[Unit], assignment: Assignment) -> int:
+    """Bytes of the matrices that rotated units have in common, each counted once."""
+    return sum(
+        4 * rows * rows
+        for rows in {
+            unit.rotation
+            for unit, level in zip(units, assignment, strict=True)
+            if LEVELS[level].rotates
+        }
+    )
 
 
 # ------------------------------------------------------------------------------------------ rules
@@ -315,11 +345,16 @@ def rules_of(units: Sequence[Unit], assignment: Assignment) -> tuple[Rule, ...]:
             for unit in by_level[level]
             if level != FLOAT or {unit.op} <= LEVELS[base].operations
         ]
-        scopes = [re.escape(scope) for unit in touched for scope in unit.scopes]
+        scopes = [scope for unit in touched for scope in unit.scopes]
         if scopes:
-            regex = f"^{scopes[0]}$" if len(scopes) == 1 else f"^(?:{'|'.join(scopes)})$"
-            rules.append(LEVELS[level].rule(regex))
+            rules.append(LEVELS[level].rule(any_of(scopes)))
     return tuple(rules)
+
+
+def any_of(scopes: Sequence[str]) -> str:
+    """The regex that matches these scopes and nothing else."""
+    escaped = [re.escape(scope) for scope in scopes]
+    return f"^{escaped[0]}$" if len(escaped) == 1 else f"^(?:{'|'.join(escaped)})$"
 
 
 def _misfits(units: Sequence[Unit], level: Level) -> bool:
@@ -377,10 +412,6 @@ class NoiseModel:
     def total(self, assignment: Assignment) -> float:
         """The noise of a whole assignment."""
         return math.fsum(self.noise(unit, level) for unit, level in enumerate(assignment))
-
-    def total_size(self, assignment: Assignment) -> int:
-        """Bytes that the whole assignment takes beyond float32 (negative)."""
-        return sum(self.size(unit, level) for unit, level in enumerate(assignment))
 
     def _worth(self, level: str) -> float:
         return LEVELS[level].noise or 1e-12

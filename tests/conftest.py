@@ -166,6 +166,31 @@ def write_graph(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
+def make_linear(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a file of linear layers one after the other; the same weights twice are stored once."""
+    folder = tmp_path_factory.mktemp("linear")
+
+    def make(*weights: Any) -> Path:
+        names = {id(weight): f"w{index}" for index, weight in reversed(list(enumerate(weights)))}
+        rows = [weights[0].shape[1], *(weight.shape[0] for weight in weights)]
+        tensors = {f"h{index}": ("float32", (1, width)) for index, width in enumerate(rows)}
+        graph = Graph(
+            signature="serving_default",
+            tensors=tensors,
+            constants={names[id(weight)]: weight for weight in weights},
+            ops=[
+                ("FULLY_CONNECTED", (f"h{index}", names[id(weight)]), (f"h{index + 1}",))
+                for index, weight in enumerate(weights)
+            ],
+            inputs={"x": "h0"},
+            outputs={"y": f"h{len(weights)}"},
+        )
+        return write_tflite(folder / f"{len(list(folder.iterdir()))}.tflite", graph)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def typed_tflite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One tensor of each kind in and out, a scalar and an empty one among them."""
     kinds: dict[str, tuple[str, Sequence[int]]] = {
