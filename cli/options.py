@@ -17,6 +17,8 @@ __all__ = [
     "DeviceFiles",
     "Devices",
     "KeepFloat",
+    "MaxLatency",
+    "MaxSize",
     "Metric",
     "Optimize",
     "Quiet",
@@ -90,6 +92,19 @@ Metric = Annotated[
 ]
 Optimize = Annotated[
     str, typer.Option(metavar="WHAT", help="What --recipe auto makes small: size or latency.")
+]
+MaxSize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SHARE", help="Largest file that --recipe auto may choose: 40% of the float32 file."
+    ),
+]
+MaxLatency = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SHARE",
+        help="Longest run that --recipe auto may choose: 100% of the float32 file's.",
+    ),
 ]
 TimeLimit = Annotated[
     float | None,

@@ -69,6 +69,7 @@ def search_auto(family: Family, target: Path) -> dict[str, Any]:
             [options.metric.spec, options.metric.sha256] if options.metric else None,
             options.threads,
             options.keep_float,
+            [options.max_size, options.max_latency],
             [str(item) for item in options.calibration],
         ]
     )
@@ -101,7 +102,7 @@ def search_auto(family: Family, target: Path) -> dict[str, Any]:
                 ([some[:_PROBES] for some in picks], 1, False),
             )
         ]
-        quantizer = stack.enter_context(Quantizer(family.base, log=family.log))
+        quantizer = stack.enter_context(Quantizer(family.base, log=family.log, remember=True))
         result = search(
             family.base,
             target,
@@ -109,6 +110,8 @@ def search_auto(family: Family, target: Path) -> dict[str, Any]:
             evaluator=_Evaluator(*scorers),
             ranges=ranges,
             optimize="latency" if options.optimize == "latency" else "size",
+            largest=options.max_size,
+            slowest=options.max_latency,
             time_limit_s=options.time_limit_s,
             checkpoint=checkpoint,
             fingerprint=fingerprint,
@@ -277,7 +280,13 @@ def _notes(result: SearchResult, told: Mapping[str, Any], family: Family) -> lis
     if not result.met:
         margin = min(e.budget_margin for e in (best.evaluation, held) if e is not None)
         text = f"no file meets the budget: the nearest misses it by {-margin:.1f} dB"
-        if told["in_the_way"]:
+        if result.float32.evaluation.budget_margin < 0:
+            text += (
+                "; not even the float32 file does, by "
+                f"{-result.float32.evaluation.budget_margin:.1f} dB: ask for less, or look at the "
+                "conversion and the reference first"
+            )
+        elif told["in_the_way"]:
             layers = "; ".join(
                 f"{', '.join(one['modules'])} ({one['op']}, {one['level']}: {one['sqnr_db']} dB alone)"
                 for one in told["in_the_way"][:5]

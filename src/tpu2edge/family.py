@@ -59,6 +59,8 @@ class FamilyOptions:
     estimator: str = "minmax"
     metric: TaskMetric | None = None
     optimize: str = "size"
+    max_size: float | None = None  # largest file of a search, as a share of the float file
+    max_latency: float | None = None  # longest run, likewise
     time_limit_s: float | None = None
     devices: tuple[Profile, ...] = ()
     threads: int | None = None

@@ -90,6 +90,8 @@ def family_options(
     estimator: str = "minmax",
     metric: str | None = None,
     optimize: str = "size",
+    max_size: float | str | None = None,
+    max_latency: float | str | None = None,
     time_limit_s: float | None = None,
     devices: Sequence[str] = ("host",),
     device_files: Sequence[Path] = (),
@@ -108,9 +110,10 @@ def family_options(
     has_auto = any(recipe.name == "auto" for recipe in chosen)
     if optimize not in ("size", "latency"):
         raise OptionError(f"--optimize '{optimize}' is unknown", do="known: size, latency")
-    if (optimize != "size" or time_limit_s is not None) and not has_auto:
+    for_search = (max_size, max_latency, time_limit_s)
+    if (optimize != "size" or for_search != (None, None, None)) and not has_auto:
         raise OptionError(
-            "--optimize and --time-limit are for a search",
+            "--optimize, --max-size, --max-latency and --time-limit are for a search",
             do="add --recipe auto, or leave them away",
         )
     if time_limit_s is not None and not time_limit_s > 0:
@@ -136,6 +139,8 @@ def family_options(
         estimator=chosen_estimator(estimator),
         metric=load_task_metric(metric) if metric is not None else None,
         optimize=optimize,
+        max_size=_share("--max-size", max_size),
+        max_latency=_share("--max-latency", max_latency),
         time_limit_s=time_limit_s,
         devices=known_devices(devices, device_files),
         threads=thread_count(threads),
@@ -149,6 +154,22 @@ def family_options(
     return options
 
 
+def _share(option: str, value: float | str | None) -> float | None:
+    """``40%`` or ``0.4`` as 0.4."""
+    if value is None:
+        return None
+    try:
+        text = str(value).strip()
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < float("inf"):
+        raise OptionError(
+            f"{option} '{value}' is no share", do=f"write e.g. {option} 40%, of the float32 file's"
+        )
+    return share
+
+
 def options_of(request: FamilyRequest) -> FamilyOptions:
     """The same from what the command line was given."""
     return family_options(
@@ -159,6 +180,8 @@ def options_of(request: FamilyRequest) -> FamilyOptions:
         estimator=request.estimator,
         metric=request.metric,
         optimize=request.optimize,
+        max_size=request.max_size,
+        max_latency=request.max_latency,
         time_limit_s=request.time_limit_s,
         devices=request.devices,
         device_files=request.device_files,

@@ -63,6 +63,8 @@ def export_model(
     calibration_method: str = "minmax",
     metric: str | None = None,
     optimize: str = "size",
+    max_size: float | str | None = None,
+    max_latency: float | str | None = None,
     time_limit_s: float | None = None,
     reference: Reference | Path | str = "eager",
     samples: Sequence[Sample | Mapping[str, Any]] | None = None,
@@ -102,6 +104,8 @@ def export_model(
         calibration_method: how a range is made of them: "minmax", "moving-average", "percentile", "mse".
         metric: a function of your own, "file.py:accuracy" (docs/budgets.md), as a case of the report.
         optimize: what "auto" makes small, "size" or "latency".
+        max_size: the largest file that "auto" may choose, as a share of the float file (0.4 or "40%").
+        max_latency: the longest run, likewise; the answer then depends on what was timed.
         time_limit_s: when "auto" ends with the best it has.
         reference: what the numbers are held to: "eager" (the module in float32), "f64",
             "tpu-emulated[:v5e][@high]", "tpu-emulated-naive", "auto" (predicted for v5e if the extra
@@ -146,6 +150,8 @@ def export_model(
             estimator=calibration_method,
             metric=metric,
             optimize=optimize,
+            max_size=max_size,
+            max_latency=max_latency,
             time_limit_s=time_limit_s,
             devices=devices,
             threads=threads,
