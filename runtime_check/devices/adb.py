@@ -39,6 +39,12 @@ __all__ = ["install", "launch", "state"]
 _PLACE = "/data/local/tmp"
 _LOADER = "ld-linux-aarch64.so.1"
 _ABI = "arm64-v8a"
+_PROPERTIES = (
+    "ro.product.model",
+    "ro.build.version.release",
+    "ro.product.cpu.abi",
+    "ro.build.fingerprint",
+)
 _NOT_TRIED = "not run on a phone yet, only against a stand-in for adb"
 
 # Room that LiteRT and the file system need beside the files.
@@ -218,17 +224,16 @@ def _phone(profile: Profile) -> _Phone:
         _Trouble: there is none, or it cannot.
     """
     serial = _serial(profile)
-    names = ("ro.product.model", "ro.build.version.release", "ro.product.cpu.abi")
-    asked = "; ".join(f"getprop {name}" for name in (*names, "ro.build.fingerprint"))
-    lines = [line.strip() for line in _ask(serial, "shell", asked).splitlines()]
-    model, android, abi, fingerprint = (*lines, "", "", "", "")[:4]
+    asked = [f"getprop {name}" for name in _PROPERTIES]
+    lines = _ask(serial, "shell", "; ".join([*asked, f"df -k {_PLACE}"])).splitlines()
+    model, android, abi, fingerprint = (line.strip() for line in [*lines, *[""] * 4][:4])
     phone = _Phone(
         serial=serial,
         model=model or "a phone",
         android=android,
         abi=abi,
         fingerprint=fingerprint,
-        free_bytes=_free_bytes(serial),
+        free_bytes=_free_bytes(serial, lines[4:]),
         features=frozenset(_ask(serial, "features").split()),
     )
     if abi != _ABI:
@@ -250,9 +255,9 @@ def _phone(profile: Profile) -> _Phone:
     return phone
 
 
-def _free_bytes(serial: str) -> int:
+def _free_bytes(serial: str, table: Sequence[str]) -> int:
     """Toybox's and BusyBox's df have the free kilobytes in the column before the percentage."""
-    last = _ask(serial, "shell", f"df -k {_PLACE}").strip().splitlines()[-1].split()
+    last = table[-1].split() if table else []
     at = next((place for place, word in enumerate(last) if word.endswith("%")), 0)
     if at < 1 or not last[at - 1].isdigit():
         raise _Trouble(f"`df -k {_PLACE}` on {serial} tells no free space: {' '.join(last)}")
@@ -286,7 +291,6 @@ class _Folder:
         self._shell(f"{stale} 2>/dev/null; mkdir -p {self.path}")
         try:
             self._push(_pack_files())
-            self._shell(f"cd {self.path} && chmod 755 *")
         except BaseException:
             self.remove()
             raise
@@ -299,7 +303,8 @@ class _Folder:
             return name  # the worker says that there is none, as it does elsewhere
         need = model.stat().st_size + _SPARE_BYTES
         try:
-            free = _free_bytes(self.serial)
+            table = _ask(self.serial, "shell", f"df -k {_PLACE}").splitlines()
+            free = _free_bytes(self.serial, table)
         except _Trouble as trouble:
             raise self._error(trouble) from None
         if free < need:
@@ -329,7 +334,9 @@ class _Folder:
             raise self._error(trouble) from None
         names = [name] if name else [path.name for path in files]
         quoted = " ".join(shlex.quote(name) for name in names)
-        lines = self._shell(f"cd {self.path} && sha256sum {quoted}").splitlines()
+        lines = self._shell(
+            f"cd {self.path} && chmod 755 {quoted} && sha256sum {quoted}"
+        ).splitlines()
         pairs = [line.split(None, 1) for line in lines if line.strip()]
         there = {pair[-1].strip(): pair[0] for pair in pairs}
         for path, known in zip(files, names, strict=True):

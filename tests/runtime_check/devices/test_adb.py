@@ -77,11 +77,10 @@ def phone(fake, ready):
     start = launch.command[: launch.command.index("-cpu") + 2]
     env = [f"{name}={value}" for name, value in launch.env.items()]
     fake.set(qemu=["env", *env, *start, "-U", "LD_LIBRARY_PATH"])
-    assert state_of(PHONE).ready
     return fake
 
 
-@pytest.mark.parametrize("recipe", ["float32", "dynamic_wi8_afp32", "static_wi8_ai8"])
+@pytest.mark.parametrize("recipe", ["float32", "static_wi8_ai8"])
 def test_outputs_are_to_the_bit_those_of_the_same_core_without_adb(
     phone, ready, small_files, recipe
 ):
