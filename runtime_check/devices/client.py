@@ -154,6 +154,12 @@ class Session:
         self._timeout_s = timeout_s
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **launch.env}
+        if launch.prepare is not None:
+            try:
+                launch.prepare()
+            except BaseException:
+                self._stderr.close()
+                raise
         try:
             self._process = subprocess.Popen(
                 list(command or launch.command),
@@ -165,6 +171,8 @@ class Session:
             )
         except OSError as err:
             self._stderr.close()
+            if launch.cleanup is not None:
+                launch.cleanup()
             raise DeviceError(
                 f"device '{device}' cannot be started: {err}",
                 do="run `tpu2edge doctor`",
@@ -231,6 +239,8 @@ class Session:
             process.kill()
             process.wait()
         if not self._stderr.closed:
+            if self.launch.cleanup is not None:
+                self.launch.cleanup()
             if self._log is not None:
                 self._stderr.seek(0)
                 self._log.write(self._stderr.read())
@@ -377,6 +387,8 @@ class Session:
         except subprocess.TimeoutExpired:  # it closed its pipes and lives on
             self._process.kill()
             code = self._process.wait()
+        if self.launch.shell_status and code > 128:
+            code = 128 - code
         how, tail = ending(code), self._tail()
         what = f"the process of device '{self.device}' died by {how}"
         where = f"while it was to {step} {self.model.name}{tail}"

@@ -11,7 +11,7 @@ import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,19 +143,8 @@ def launch(profile: Profile) -> Launch:
 
 def install(profile: Profile, progress: Progress) -> None:
     """Fetch the parts that are missing and try the core once."""
-    steps = [
-        (LITERT, f"LiteRT {litert_version()} for arm64, by pip", _install_litert),
-        (LIBRARIES, "the arm64 C library, by apt", _install_libraries),
-        (EMULATOR, "QEMU", lambda: install_emulator(EMULATOR)),
-    ]
-    for number, (name, words, fetch) in enumerate(steps):
-        part = part_named(name)
-        if part is not None and (part.damaged() or not _exists(part)):
-            forget_part(name)
-            part = None
-        if part is None:
-            progress(f"fetch {words}", number, len(steps) + 1)
-            fetch()
+    steps = [*_pack_steps(), (EMULATOR, "QEMU", lambda: install_emulator(EMULATOR))]
+    _fetch(steps, progress)
     qemu = emulator(EMULATOR)
     if _cpu(profile.core, qemu) is None:
         raise DeviceError(
@@ -167,6 +156,30 @@ def install(profile: Profile, progress: Progress) -> None:
     progress(f"try {profile.core}", len(steps), len(steps) + 1)
     _try(profile)
     progress(f"{profile.core} is ready", len(steps) + 1, len(steps) + 1)
+
+
+def install_pack(progress: Progress) -> None:
+    """Fetch what a real ARM device needs: the parts without QEMU."""
+    _fetch(_pack_steps(), progress)
+
+
+def _pack_steps() -> list[tuple[str, str, Callable[[], None]]]:
+    return [
+        (LITERT, f"LiteRT {litert_version()} for arm64, by pip", _install_litert),
+        (LIBRARIES, "the arm64 C library, by apt", _install_libraries),
+    ]
+
+
+def _fetch(steps: Sequence[tuple[str, str, Callable[[], None]]], progress: Progress) -> None:
+    """Take the steps whose parts are not there whole; one more step than these is to come."""
+    for number, (name, words, fetch) in enumerate(steps):
+        part = part_named(name)
+        if part is not None and (part.damaged() or not _exists(part)):
+            forget_part(name)
+            part = None
+        if part is None:
+            progress(f"fetch {words}", number, len(steps) + 1)
+            fetch()
 
 
 def pack_bytes() -> int:

@@ -68,8 +68,9 @@ class State:
 class Launch:
     """How a worker process is started for one device, and what it is told to load.
 
-    ``path_on_device`` gives the path under which the worker finds a file of this machine, and may
-    carry it there (adb); ``cleanup`` undoes that when the session ends.
+    ``prepare`` is called before the process is started, ``cleanup`` after it has ended: by them a
+    worker is carried to a phone and removed from it. ``path_on_device`` gives the path under which
+    the worker finds a file of this machine, and may carry it there, too.
     """
 
     device: str
@@ -81,6 +82,8 @@ class Launch:
     emulated: bool = False  # its times are no device's times
     versions: Mapping[str, str] = field(default_factory=dict)  # what the outputs depend on
     path_on_device: Callable[[Path], str] = str
+    shell_status: bool = False  # a status above 128 stands for a signal, as shells tell one
+    prepare: Callable[[], None] | None = None
     cleanup: Callable[[], None] | None = None
 
 
