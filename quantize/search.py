@@ -719,6 +719,7 @@ class _Search:
 
     def _settled(self, allowed: float) -> Assignment | None:
         """The cheapest assignment, once nothing that it rests on is a guess."""
+        assignment: Assignment | None = None
         for _ in range(3 * len(LEVELS)):
             assignment = self._cheapest(allowed)
             if assignment is None:
