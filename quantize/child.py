@@ -63,11 +63,13 @@ class Table(common_utils.TensorQuantParamsCache):  # type: ignore[misc]
 
     def lookup(self, buffer_id: Any, quant_config: Any) -> Any:
         """What is known of a buffer, or None."""
-        return super().lookup((self.algorithm, buffer_id), quant_config)
+        key: Any = (self.algorithm, buffer_id)
+        return super().lookup(key, quant_config)
 
     def insert(self, buffer_id: Any, quant_config: Any, quant_params: Any) -> Any:
         """Keep it; gives it back."""
-        return super().insert((self.algorithm, buffer_id), quant_config, quant_params)
+        key: Any = (self.algorithm, buffer_id)
+        return super().insert(key, quant_config, quant_params)
 
 
 class Source:

@@ -323,6 +323,7 @@ _DERIVED_SHARE = 0.10  # of one that was, at another level
 _HOPE = 0.7  # what a guessed noise is multiplied by before it is measured
 _HOPE_SMALL = 0.3
 _MISSES = 40  # steps of 1.3 in the noise: 46 dB
+_ALIKE = 0.05
 _OBSTACLES = 8
 _ASTRAY = 2.0  # by how much a sum of noises may be off before its parts are measured again
 _QUICK_MACS = 20_000_000  # models below are so quick that probes take all samples too
@@ -469,7 +470,8 @@ class _Search:
     def _cost(self, row: Candidate) -> tuple[float, float]:
         e = row.evaluation
         if self.goal == "latency":
-            return (e.latency_ms, e.size_bytes)
+            # In parts of the float file's: a hundredth faster is not worth twice the bytes.
+            return (math.ceil(e.latency_ms / self.float_ms / _ALIKE), e.size_bytes)
         return (e.size_bytes, e.latency_ms)
 
     def _allows(self, row: Candidate) -> bool:
@@ -719,6 +721,7 @@ class _Search:
 
     def _settled(self, allowed: float) -> Assignment | None:
         """The cheapest assignment, once nothing that it rests on is a guess."""
+        assignment: Assignment | None = None
         for _ in range(3 * len(LEVELS)):
             assignment = self._cheapest(allowed)
             if assignment is None:
@@ -956,12 +959,17 @@ class _Search:
         self, parts: Sequence[tuple[tuple[str, ...], Unit | None]], back: set[int]
     ) -> Recipe:
         rules = list(recipe(_STATIC).rules)
-        for dynamic_, level in ((True, "int8-dynamic"), (False, FLOAT)):
+        times = self.measured_times
+        slow = times.get("int8-dynamic", 0.0) > 1.2 * times.get("int8-weights", math.inf)
+        for with_weights, level in (
+            (True, "int8-weights" if slow else "int8-dynamic"),
+            (False, FLOAT),
+        ):
             scopes = [
                 scope
                 for part in sorted(back)
                 for scope in parts[part][0]
-                if (parts[part][1] is not None) == dynamic_
+                if (parts[part][1] is not None) == with_weights
             ]
             if scopes:
                 rules.append(LEVELS[level].rule(any_of(scopes)))
