@@ -42,7 +42,15 @@ SIDES = ("ours", "bare")
 _VENV = ("torch==2.14.1", "torchvision==0.29.1", "timm", "transformers")
 _OTHER_TORCH = re.compile(r"(torch|torchax|torchvision)==")
 _VERSIONS = ("torch", "torchvision", "timm", "transformers", "litert-torch", "ai-edge-litert")
-_PRELOAD = ("torch", "torchvision", "timm", "transformers", "zoo_models", "tpu2edge")
+_PRELOAD = (
+    "torch",
+    "torchvision",
+    "timm",
+    "transformers",
+    "litert_torch",
+    "zoo_models",
+    "tpu2edge",
+)
 
 Row = dict[str, Any]
 
