@@ -68,8 +68,10 @@ def _ours(module: Any, args: Any, folder: Path) -> dict[str, Any]:
         return {"state": "fail", "why": next(iter(reasons), "")[:400]}
     model = made.models[0]
     names = [spec.name for spec in model.signatures[0].inputs]
-    notes = sorted({note["code"] for note in made.manifest.get("notes", [])})
-    return {"path": model.path, "names": names, "notes": notes, "bytes": model.size_bytes}
+    row = {"path": model.path, "names": names, "bytes": model.size_bytes}
+    row["notes"] = sorted({note.code for note in made.notes})
+    row["xnnpack"] = next((note.text for note in made.notes if note.code == "xnnpack"), "takes all")
+    return row
 
 
 def _bare(module: Any, args: Any, folder: Path) -> dict[str, Any]:
