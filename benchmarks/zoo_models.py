@@ -1,11 +1,14 @@
 """The models of the zoo: name -> function that gives (module, args); small, random weights.
 
-transformers configurations are shrunk; torchvision and timm models are taken as they are, one of each
-family. A model that cannot be built in the present environment is reported as absent, not as failed.
+One or two models of each family. transformers configurations are shrunk; of torchvision's and timm's
+models the deep stages are cut to two blocks, which leaves the operators and saves the time, and those
+that take any size get small images. Random weights as they come would prove little: blocks scaled by
+1e-6, zeros, activations that die out; ``enliven`` gives them sizes as of trained ones.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -127,74 +130,204 @@ TRANSFORMERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 
-TORCHVISION = (
-    "alexnet",
-    "vgg11",
-    "resnet18",
-    "densenet121",
-    "googlenet",
-    "inception_v3",
-    "mobilenet_v2",
-    "mobilenet_v3_small",
-    "squeezenet1_0",
-    "shufflenet_v2_x0_5",
-    "mnasnet0_5",
-    "efficientnet_b0",
-    "regnet_y_400mf",
-    "convnext_tiny",
-    "vit_b_16",
-    "swin_t",
-    "swin_v2_t",
-    "maxvit_t",
-)
-TIMM = (
-    "botnet26t_256",
-    "halonet26t",
-    "cspresnet50",
-    "dla34",
-    "dpn48b",
-    "edgenext_xx_small",
-    "efficientformer_l1",
-    "efficientvit_b0",
-    "fastvit_t8",
-    "ghostnet_050",
-    "hardcorenas_a",
-    "hrnet_w18_small",
-    "lambda_resnet26t",
-    "lcnet_050",
-    "levit_128s",
-    "mixer_s32_224",
-    "mobileone_s0",
-    "mobilevitv2_050",
-    "nfnet_f0",
-    "pit_ti_224",
-    "poolformer_s12",
-    "pvt_v2_b0",
-    "repvgg_a0",
-    "res2net50_14w_8s",
-    "rexnet_100",
-    "selecsls42b",
-    "sequencer2d_s",
-    "tf_efficientnet_lite0",
-    "tinynet_e",
-    "tnt_s_patch16_224",
-    "volo_d1_224",
-    "xcit_nano_12_p16_224",
-)
+#: name -> size of the image (what a model needs, or small)
+TORCHVISION = {
+    "alexnet": 96,
+    "vgg11_bn": 64,
+    "resnet18": 64,
+    "resnext50_32x4d": 64,
+    "densenet121": 64,
+    "googlenet": 64,
+    "inception_v3": 96,
+    "mobilenet_v2": 64,
+    "mobilenet_v3_small": 64,
+    "squeezenet1_0": 64,
+    "shufflenet_v2_x0_5": 64,
+    "mnasnet0_5": 64,
+    "efficientnet_b0": 64,
+    "efficientnet_v2_s": 64,
+    "regnet_x_400mf": 64,
+    "regnet_y_400mf": 64,
+    "convnext_tiny": 64,
+    "vit_b_16": 224,
+    "swin_t": 64,
+    "swin_v2_t": 64,
+    "maxvit_t": 224,
+    "deeplabv3_mobilenet_v3_large": 96,
+    "lraspp_mobilenet_v3_large": 96,
+    "fcn_resnet50": 64,
+}
+DETECTION = {
+    "ssdlite320_mobilenet_v3_large": 320,
+    "retinanet_resnet50_fpn": 128,
+    "fasterrcnn_mobilenet_v3_large_320_fpn": 128,
+}
+VIDEO = {"r3d_18": 32, "r2plus1d_18": 32, "s3d": 64, "swin3d_t": 32, "mvit_v2_s": 224}
+FLOW = {"raft_small": 128}
+#: name -> size of the image; None: the model's own
+TIMM: dict[str, int | None] = {
+    "resnet10t": 64,
+    "botnet26t_256": None,
+    "halonet26t": None,
+    "lambda_resnet26t": None,
+    "gcvit_xxtiny": None,
+    "coatnet_nano_rw_224": None,
+    "coat_lite_mini": None,
+    "maxvit_nano_rw_256": None,
+    "mobilevit_xxs": None,
+    "mobilevitv2_050": None,
+    "efficientformer_l1": None,
+    "efficientformerv2_s0": None,
+    "edgenext_xx_small": 128,
+    "efficientvit_b0": 128,
+    "efficientvit_m0": None,
+    "levit_128s": None,
+    "poolformer_s12": 64,
+    "caformer_s18": 64,
+    "mixer_s32_224": None,
+    "resmlp_12_224": None,
+    "gmlp_ti16_224": None,
+    "convmixer_768_32": 56,
+    "vit_tiny_patch16_224": None,
+    "vit_relpos_small_patch16_224": None,
+    "xcit_nano_12_p16_224": None,
+    "cait_xxs24_224": None,
+    "deit_tiny_distilled_patch16_224": None,
+    "beit_base_patch16_224": None,
+    "swin_tiny_patch4_window7_224": None,
+    "swinv2_tiny_window8_256": None,
+    "swinv2_cr_tiny_ns_224": None,
+    "twins_svt_small": None,
+    "twins_pcpvt_small": None,
+    "pvt_v2_b0": 64,
+    "pit_ti_224": None,
+    "tnt_s_patch16_224": None,
+    "nest_tiny": None,
+    "crossvit_9_240": None,
+    "convit_tiny": None,
+    "visformer_tiny": None,
+    "volo_d1_224": None,
+    "convnext_atto": 64,
+    "convnextv2_atto": 64,
+    "focalnet_tiny_srf": 224,
+    "davit_tiny": None,
+    "tiny_vit_5m_224": None,
+    "mvitv2_tiny": None,
+    "eva02_tiny_patch14_224": None,
+    "hiera_tiny_224": None,
+    "samvit_base_patch16_224": None,
+    "inception_next_atto": 64,
+    "sequencer2d_s": None,
+    "mambaout_femto": 64,
+    "swiftformer_xs": None,
+    "fastvit_t8": 64,
+    "mobileone_s0": 64,
+    "repvgg_a0": 64,
+    "repvit_m0_9": 64,
+    "starnet_s1": 64,
+    "fasternet_t0": 64,
+    "mobilenetv3_small_050": 64,
+    "mobilenetv4_conv_small": 64,
+    "tf_efficientnet_lite0": 64,
+    "mixnet_s": 64,
+    "ghostnet_050": 64,
+    "tinynet_e": 64,
+    "lcnet_050": 64,
+    "hardcorenas_a": 64,
+    "rexnet_100": 64,
+    "nfnet_f0": 64,
+    "hrnet_w18_small": 64,
+    "dla34": 160,
+    "dpn48b": 64,
+    "selecsls42b": 160,
+    "res2net50_14w_8s": 64,
+    "resnest14d": 64,
+    "skresnet18": 64,
+    "gcresnext26ts": 64,
+    "ecaresnet26t": 64,
+    "bat_resnext26ts": 128,
+    "cspresnet50": 64,
+    "ese_vovnet19b_dw": 64,
+    "xception41": 64,
+    "tresnet_m": 64,
+    "nasnetalarge": 96,
+}
 
 
-class _First(nn.Module):
-    """The first tensor that a model gives, of inputs in order."""
+def enliven(model: nn.Module, args: tuple[Any, ...]) -> None:
+    """Give weights that are zero, one or tiny the sizes of trained ones, and batch norms statistics."""
+    random = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if not weight.is_floating_point() or not weight.numel():
+                continue
+            largest = float(weight.abs().max())
+            noise = torch.randn(weight.shape, generator=random).to(weight)
+            if largest == 0:
+                weight.copy_(noise * 0.05)
+            elif weight.numel() == max(weight.shape, default=1) and bool((weight == largest).all()):
+                weight.copy_((0.5 if largest < 0.05 else largest) * (1 + 0.1 * noise))
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        norms = [norm for norm in norms if norm.track_running_stats]
+        moments = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.train()
+            norm.momentum = 0.9
+        if norms:
+            model(*(torch.cat([x, x.flip(-1)]) if x.is_floating_point() else x for x in args))
+        for norm, momentum in zip(norms, moments, strict=True):
+            norm.momentum = momentum
+    model.eval()
 
-    def __init__(self, model: nn.Module) -> None:
+
+def cut(model: nn.Module, args: tuple[Any, ...]) -> nn.Module:
+    """The model with two blocks of each run of equal ones, where it still runs so."""
+    short = copy.deepcopy(model)
+    for stage in list(short.modules()):
+        if type(stage) not in (nn.Sequential, nn.ModuleList) or len(stage) < 3:  # type: ignore[arg-type]
+            continue
+        blocks = list(stage.children())[1:]
+        shapes = {tuple(weight.shape for weight in block.parameters()) for block in blocks}
+        plain = isinstance(blocks[0], (nn.Sequential, nn.ModuleList, nn.Conv2d, nn.Linear))
+        if len({type(block) for block in blocks}) > 1 or len(shapes) > 1 or shapes == {()} or plain:
+            continue
+        del stage[2:]  # type: ignore[attr-defined]
+    try:
+        with torch.no_grad():
+            short(*args)
+    except Exception:  # noqa: BLE001 - some models count their blocks
+        return model
+    return short
+
+
+def other_inputs(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Inputs of the same shapes with other values; masks stay."""
+    random = torch.Generator().manual_seed(11)
+    made: list[Any] = []
+    for x in args:
+        if x.is_floating_point():
+            made.append(x.flip(-1) * 0.7 + 0.3 * torch.randn(x.shape, generator=random).to(x))
+        else:
+            made.append(x.flip(-1))
+    return tuple(made)
+
+
+class _Tensors(nn.Module):
+    """All tensors that a model gives, in order; of inputs in order."""
+
+    def __init__(self, model: nn.Module, *, listed: bool = False, **options: int) -> None:
         super().__init__()
         self.model = model
+        self.listed = listed  # a detector takes a list of images
+        self.options = options
 
-    def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        found = self.model(*args)
-        while not isinstance(found, torch.Tensor):
-            found = next(iter(found.values())) if hasattr(found, "values") else found[0]
-        return found
+    def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        from torch.utils import _pytree
+
+        images = [image[0] for image in args]
+        found = self.model(images) if self.listed else self.model(*args, **self.options)
+        leaves = [x for x in _pytree.tree_leaves(found) if isinstance(x, torch.Tensor)]
+        return tuple({id(leaf): leaf for leaf in leaves}.values())
 
 
 def _transformers(name: str) -> Callable[[], Built]:
@@ -203,7 +336,7 @@ def _transformers(name: str) -> Callable[[], Built]:
 
         overrides, kind = TRANSFORMERS[name]
         config = getattr(transformers, name)(**overrides)
-        model = transformers.AutoModel.from_config(config)
+        model = transformers.AutoModel.from_config(config).eval()
         ids = torch.randint(3, 90, (1, 9))
         inputs: dict[str, tuple[Any, ...]] = {
             "mask": (ids, torch.ones_like(ids)),
@@ -212,7 +345,8 @@ def _transformers(name: str) -> Callable[[], Built]:
             "image64": (torch.randn(1, 3, 64, 64),),
             "sound": (torch.randn(1, 800),),
         }
-        return _First(model).eval(), inputs[kind]
+        enliven(model, inputs[kind])
+        return _Tensors(model).eval(), inputs[kind]
 
     return build
 
@@ -221,10 +355,24 @@ def _torchvision(name: str) -> Callable[[], Built]:
     def build() -> Built:
         import torchvision
 
-        size = 299 if name == "inception_v3" else 224
-        return torchvision.models.get_model(name, weights=None).eval(), (
-            torch.randn(1, 3, size, size),
-        )
+        size = {**TORCHVISION, **DETECTION, **VIDEO, **FLOW}[name]
+        options: dict[str, Any] = {"weights": None}
+        if name in DETECTION or name.startswith(("deeplabv3", "lraspp", "fcn")):
+            options["weights_backbone"] = None
+        if name in ("googlenet", "inception_v3"):
+            options["init_weights"] = False  # theirs takes a minute
+        model = torchvision.models.get_model(name, **options).eval()
+        if name in DETECTION:
+            return _Tensors(model, listed=True).eval(), (torch.rand(1, 3, size, size),)
+        frames = (16,) if name in VIDEO else ()
+        args: tuple[Any, ...] = (torch.randn(1, 3, *frames, size, size),)
+        if name in FLOW:
+            args = (args[0], args[0].roll(2, -1))
+            enliven(model, args)
+            return _Tensors(model, num_flow_updates=2).eval(), args
+        model = cut(model, args)
+        enliven(model, args)
+        return _Tensors(model).eval(), args
 
     return build
 
@@ -234,13 +382,21 @@ def _timm(name: str) -> Callable[[], Built]:
         import timm
 
         model = timm.create_model(name, pretrained=False).eval()
-        return model, (torch.randn(1, *model.default_cfg["input_size"]),)
+        own = model.default_cfg["input_size"]
+        size = TIMM[name]
+        args = (torch.randn(1, *(own if size is None else (own[0], size, size))),)
+        model = cut(model, args)
+        enliven(model, args)
+        return model.eval(), args
 
     return build
 
 
 MODELS: dict[str, Callable[[], Built]] = {
     **{f"transformers/{name}": _transformers(name) for name in TRANSFORMERS},
-    **{f"torchvision/{name}": _torchvision(name) for name in TORCHVISION},
+    **{
+        f"torchvision/{name}": _torchvision(name)
+        for name in (*TORCHVISION, *DETECTION, *VIDEO, *FLOW)
+    },
     **{f"timm/{name}": _timm(name) for name in TIMM},
 }

@@ -23,7 +23,8 @@ def inspect(
 ) -> int:
     """Show what is in a .tflite file without running it.
 
-    Signatures, operators, how each weight is quantized, and how many bytes stayed float.
+    Signatures, operators and which of them XNNPACK leaves to slower kernels, how each weight is
+    quantized, and how many bytes stayed float.
 
     \b
     Examples:

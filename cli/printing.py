@@ -461,10 +461,14 @@ def print_model(file: TfliteFile, *, tensors: bool = False) -> None:
                 t = graph.tensors[index]
                 print(f"    {word:6} {t.name}: {t.dtype}[{_shape(t.shape_signature)}]")
 
-    drawn = _table("operator", ">count")
+    left = _outside_xnnpack(file)
+    drawn = _table("operator", ">count", "outside xnnpack")
     for name, count in file.op_histogram.items():
-        drawn.add_row(Text(name), str(count))
+        kinds = {kind: number for kind, number in left.items() if kind.split()[0] == name}
+        shown = ", ".join(f"{number}{kind.removeprefix(name)}" for kind, number in kinds.items())
+        drawn.add_row(Text(name), str(count), Text(shown))
     console.print(drawn)
+    print(f"xnnpack: takes {ops - sum(left.values())} of {ops} operators")
 
     print(
         f"weights: {size_text(summary.weight_bytes)}, of which {size_text(summary.float_bytes)} "
@@ -491,6 +495,15 @@ def print_model(file: TfliteFile, *, tensors: bool = False) -> None:
             console.print(_tensor_table(graph))
 
 
+def _outside_xnnpack(file: TfliteFile) -> dict[str, int]:
+    """How many operators of each kind XNNPACK leaves to LiteRT's own kernels."""
+    from collections import Counter
+
+    from tpu2edge.delegates import left_by_xnnpack
+
+    return dict(Counter(left.kind for left in left_by_xnnpack(file)))
+
+
 def model_json(file: TfliteFile, *, tensors: bool = False) -> dict[str, Any]:
     """What :func:`print_model` shows, as plain data, with all weights."""
     from tpu2edge.flatbuffer import signatures_of, summarize
@@ -502,6 +515,7 @@ def model_json(file: TfliteFile, *, tensors: bool = False) -> dict[str, Any]:
         "description": file.description,
         "signatures": [signature.to_json() for signature in signatures_of(file)],
         "operators": dict(file.op_histogram),
+        "outside_xnnpack": _outside_xnnpack(file),
         "metadata": sorted(file.metadata),
         "weights": {
             "bytes": summary.weight_bytes,

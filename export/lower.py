@@ -111,6 +111,7 @@ def lower_isolated(
         for index, loweree in enumerate(programs):
             torch.export.save(loweree.program, folder / f"{index:03d}.pt2")
             (folder / f"{index:03d}.json").write_text(json.dumps(loweree.signature.to_json()))
+        (folder / "imports").write_text("\n".join(_imports(programs)))
         command = [sys.executable, "-P", "-m", "tpu2edge.export.lower_child", name, str(path)]
         last, status = follow_child(command, log=log, progress=progress)
     kind, stage = last.pop("event", None), last.get("stage", "start")
@@ -128,6 +129,27 @@ def lower_isolated(
         origins=last["origins"],
         notes=tuple(Note(code=code, text=text) for code, text in last["notes"]),
     )
+
+
+def _imports(programs: Sequence[Loweree]) -> list[str]:
+    """The modules that bring the operators which torch itself does not have.
+
+    A custom_op tells its module; of one that is registered otherwise (torchvision's) the namespace
+    is the package's name.
+    """
+    from torch._library.custom_ops import OPDEFS
+
+    found: dict[str, None] = {}
+    for loweree in programs:
+        for node in loweree.program.graph.nodes:
+            if not isinstance(node.target, torch._ops.OpOverload):
+                continue
+            namespace = node.target.namespace
+            if namespace in ("aten", "prim", "prims", "tpu2edge"):
+                continue
+            defined = OPDEFS.get(node.target._schema.name)
+            found[defined._init_fn.__module__ if defined is not None else namespace] = None
+    return list(found)
 
 
 def lower_programs(

@@ -1,11 +1,13 @@
 """The converter in a process of its own: ``python -m tpu2edge.export.lower_child FOLDER TARGET``.
 
-FOLDER holds ``<n>.pt2`` and ``<n>.json`` (the signature) for each program; children.py says how it
-tells what happens.
+FOLDER holds ``<n>.pt2`` and ``<n>.json`` (the signature) for each program, and ``imports``, the modules
+that bring operators of other packages; children.py says how it tells what happens.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -36,6 +38,10 @@ def lower(progress: Progress) -> dict[str, Any]:
     progress("import litert-torch")
     from tpu2edge.export.lower import Loweree, lower_programs
 
+    for module in (folder / "imports").read_text().split():
+        # What is missing then is told with the program that needs it.
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
     programs = [
         Loweree(
             program=_load(file),

@@ -1,7 +1,8 @@
 """Products of matrices that BATCH_MATMUL does not take: integers, and more than five dimensions.
 
-The converter merges reshapes into the product that follows, to ranks that BATCH_MATMUL refuses; a
-barrier between them keeps the product in three dimensions.
+The converter merges reshapes into the product that follows, to ranks that BATCH_MATMUL refuses, or, of
+a single row, to a rank that does not fit its operands (a linear layer on a map of one pixel); a barrier
+between them keeps the product in three dimensions.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 _MOST_DIMS = 5
+# A vector times a matrix that is reshaped to (1, 1, 1, n) becomes a BATCH_MATMUL of two shapes at once.
+_MOST_DIMS_OF_ONE_ROW = 3
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 _RESHAPES = (
     aten.view.default,
@@ -129,7 +132,10 @@ def keep_rank(program: ExportedProgram) -> int:
     for node in list(program.graph.nodes):
         if node.target not in _PRODUCTS:
             continue
-        if not (any(_many(arg) for arg in node.all_input_nodes) or _used_by_many(node)):
+        value = node.meta.get("val")
+        one_row = isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == 1
+        most = _MOST_DIMS_OF_ONE_ROW if one_row else _MOST_DIMS
+        if not (any(_many(arg, most) for arg in node.all_input_nodes) or _used_by_many(node, most)):
             continue
         if barrier is None:
             from litert_torch.backend import optimization_barrier as module
@@ -158,22 +164,22 @@ def _barred(before: Node, values: list[Node], barrier: Callable[..., Any]) -> li
     ]
 
 
-def _many(node: Node) -> bool:
+def _many(node: Node, most: int) -> bool:
     while True:
         value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.dim() > _MOST_DIMS:
+        if isinstance(value, Tensor) and value.dim() > most:
             return True
         if node.target not in _RESHAPES:
             return False
         node = node.args[0]  # type: ignore[assignment]
 
 
-def _used_by_many(node: Node) -> bool:
+def _used_by_many(node: Node, most: int) -> bool:
     for user in node.users:
         value = user.meta.get("val")
         if user.target not in _RESHAPES or not isinstance(value, Tensor):
             continue
-        if value.dim() > _MOST_DIMS or _used_by_many(user):
+        if value.dim() > most or _used_by_many(user, most):
             return True
     return False
 

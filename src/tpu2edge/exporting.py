@@ -17,6 +17,7 @@ from tpu2edge import bundle as bundles
 from tpu2edge import references
 from tpu2edge.autotuning import search_checkpoint
 from tpu2edge.bundle import Bundle, load_bundle
+from tpu2edge.delegates import note_of_xnnpack
 from tpu2edge.family import Family, FamilyOptions, Made, Part
 from tpu2edge.folders import staged
 from tpu2edge.logs import Stages, log_stream, warnings_to
@@ -112,6 +113,7 @@ class ExportJob:
             ]
             if any(program.is_channels_last for program in programs):
                 self._say([transposes_left(base, lowered.nodes)])
+            self._say(note_of_xnnpack(base, lowered.nodes))
             _release_memory()
             came = next((p.quantization for p in programs if p.quantization), None)
             report, made = self._family(folder, parts, base, lowered, came, log)

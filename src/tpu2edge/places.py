@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tpu2edge.runtime_check.devices.client import Tap
     from tpu2edge.runtime_check.parity import ParityReport
 
-__all__ = ["refuse_unrunnable", "taps_in", "transposes_left"]
+__all__ = ["place_in_graph", "refuse_unrunnable", "taps_in", "transposes_left"]
 
 _NO_KERNEL = re.compile(r"[Dd]idn't find op for builtin opcode '(?P<op>\w+)'")
 _NODE_FAILED = re.compile(r"Node number (?P<node>\d+) \((?P<op>\w+)\) failed to (?P<what>\w+)")
@@ -100,13 +100,14 @@ def _place_of_operator(
     for graph in read_tflite(file).subgraphs:
         for operator in graph.operators:
             if operator.name == op and index in (None, operator.index):
-                place = _place_in_graph(graph, operator, nodes)
+                place = place_in_graph(graph, operator, nodes)
                 if place is not None:
                     return place
     return None
 
 
-def _place_in_graph(graph: Subgraph, operator: Operator, nodes: Mapping[str, Any]) -> Place | None:
+def place_in_graph(graph: Subgraph, operator: Operator, nodes: Mapping[str, Any]) -> Place | None:
+    """Where an operator of the file is from in the model, by the names of its tensors."""
     # An output of the signature has no layer's name of its own: then the inputs tell.
     tensors = [graph.tensors[i].name for i in (*operator.outputs, *operator.inputs) if i >= 0]
     for sources in bundles.layers_of_tensors(tensors, nodes).values():
@@ -126,7 +127,7 @@ def transposes_left(file: Path, nodes: Mapping[str, Any]) -> Note:
     for graph in read_tflite(file).subgraphs:
         for operator in graph.operators:
             if operator.name == "TRANSPOSE":
-                place = _place_in_graph(graph, operator, nodes)
+                place = place_in_graph(graph, operator, nodes)
                 where = "where it comes from is not known"
                 if place is not None:
                     where = f"module '{place.module}'" if place.module else "the top module"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -473,6 +475,37 @@ def test_a_converter_in_its_own_process_gives_the_same_file(
     bad = trace_module(Ordered(), (torch.randn(4, 4),))
     with pytest.raises(LoweringError, match="aten.linalg_qr"):
         lower_isolated([Loweree(bad.program, bad.signature)], tmp_path / "bad.tflite")
+
+
+OTHER_PACKAGE = """
+import torch
+
+@torch.library.custom_op("otherpackage_ops::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+"""
+
+
+def test_operators_of_other_packages_reach_the_converters_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "otherpackage.py").write_text(OTHER_PACKAGE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    twice = importlib.import_module("otherpackage").twice
+
+    class Calls(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return twice(x) + 1  # type: ignore[no-any-return]
+
+    traced = trace_module(Calls(), (torch.randn(2, 3),))
+    loweree = Loweree(traced.program, traced.signature)
+    with pytest.raises(LoweringError, match="no form of the operator otherpackage_ops.twice"):
+        lower_isolated([loweree], tmp_path / "m.tflite")
 
 
 class Wide(nn.Module):

@@ -34,6 +34,28 @@ def test_products_are_right(check: Callable[..., None]) -> None:
     )
 
 
+def test_a_linear_layer_on_a_map_of_one_pixel_is_right(check: Callable[..., None]) -> None:
+    torch.manual_seed(0)
+    two = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).eval()
+    bare = nn.Linear(8, 5, bias=False)
+    check(
+        {
+            "convnext": (
+                lambda x: two(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) + x,
+                torch.randn(1, 8, 1, 1),
+            ),
+            "four": (two, torch.randn(1, 1, 1, 8)),
+            "five": (bare, torch.randn(1, 1, 1, 1, 8)),
+            "pooled": (
+                lambda x: bare(x.mean((2, 3), keepdim=True).permute(0, 2, 3, 1)),
+                torch.randn(1, 8, 3, 3),
+            ),
+            "rows": (two, torch.randn(2, 1, 1, 8)),
+        },
+        5e-6,
+    )
+
+
 def test_elementwise_operators_of_many_dimensions_are_right(check: Callable[..., None]) -> None:
     torch.manual_seed(0)
     six, seven = torch.randn(2, 3, 2, 4, 3, 2), torch.randn(2, 3, 2, 2, 3, 2, 2)
