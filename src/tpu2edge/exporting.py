@@ -17,7 +17,7 @@ from tpu2edge import bundle as bundles
 from tpu2edge import references
 from tpu2edge.autotuning import search_checkpoint
 from tpu2edge.bundle import Bundle, load_bundle
-from tpu2edge.family import Family, FamilyOptions, Made, Part
+from tpu2edge.family import Family, FamilyOptions, Made, Part, refuse_twice
 from tpu2edge.folders import staged
 from tpu2edge.logs import Stages, log_stream, warnings_to
 from tpu2edge.places import taps_in, transposes_left
@@ -91,6 +91,9 @@ class ExportJob:
             programs = traced()
             for program in programs:
                 self._say(program.notes)
+            came = next((p.quantization for p in programs if p.quantization), None)
+            if came is not None:
+                refuse_twice(self.family.names)
             maker = TruthMaker(
                 choice=self.choice,
                 weights_sha256=provenance.get("weights_sha256"),
@@ -113,7 +116,6 @@ class ExportJob:
             if any(program.is_channels_last for program in programs):
                 self._say([transposes_left(base, lowered.nodes)])
             _release_memory()
-            came = next((p.quantization for p in programs if p.quantization), None)
             report, made = self._family(folder, parts, base, lowered, came, log)
             self.progress("write bundle")
             layers = layers_in([one.model.path for one in made], lowered.nodes)
