@@ -345,6 +345,15 @@ def half_types(module: nn.Module) -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype in (torch.bfloat16, torch.float16) if dtype in found)
 
 
+def _inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The plain tensors that one of torchao's is made of, each with ".name"; a plain one itself."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [("", tensor)]
+    found = [(f".{name}", getattr(tensor, name)) for name in flatten()[0]]
+    return [(name + inner, part) for name, held in found for inner, part in _inner_tensors(held)]
+
+
 def weights_digest(module: nn.Module) -> str:
     """sha256 over the names, types, shapes and bytes of all parameters and buffers, in name order.
 
@@ -359,10 +368,12 @@ def weights_digest(module: nn.Module) -> str:
         wrapping = ("_orig_mod", "_fsdp_wrapped_module")
         clean = ".".join(part for part in name.split(".") if part not in wrapping)
         gather = getattr(tensor, "full_tensor", None)
-        value = (gather() if gather is not None else tensor).detach().cpu().contiguous()
-        if value.dtype in (torch.int8, torch.int16, torch.int32):
-            value = value.to(torch.int64)
-        digest.update(f"{clean}|{value.dtype}|{tuple(value.shape)}|".encode())
-        if value.numel():
-            digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+        whole = (gather() if gather is not None else tensor).detach().cpu()
+        for part, piece in _inner_tensors(whole):
+            value = piece.contiguous()
+            if value.dtype in (torch.int8, torch.int16, torch.int32):
+                value = value.to(torch.int64)
+            digest.update(f"{clean}{part}|{value.dtype}|{tuple(value.shape)}|".encode())
+            if value.numel():
+                digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -19,6 +19,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,18 +28,19 @@ from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase, ObserverBase
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.overrides import TorchFunctionMode
 
 from tpu2edge.errors import ExportError, Place
 from tpu2edge.export import blame
 from tpu2edge.export.rewrites.graph import call
-from tpu2edge.types import Note
+from tpu2edge.types import AS_QUANTIZED, Note
 
 __all__ = [
     "DYNAMIC",
     "EXACT",
+    "TAKEN_APART",
     "fixed_fake_quants",
-    "inner_tensors",
     "is_quantized",
     "normalize",
     "quantization_of",
@@ -48,23 +50,12 @@ __all__ = [
 aten = torch.ops.aten
 decomposed = torch.ops.quantized_decomposed
 
-#: Names of what a file is when its model came quantized; like recipes, but nobody asks for them.
-STATIC, RUNTIME, WEIGHTS = (
-    "as_quantized_static",
-    "as_quantized_dynamic",
-    "as_quantized_weights",
-)
+_STATIC, _RUNTIME, _WEIGHTS = AS_QUANTIZED
 
 # ------------------------------------------------------------------- quantized when the model runs
 
-_LIBRARY = torch.library.Library("tpu2edge", "FRAGMENT")
-_LIBRARY.define(
-    "quantize_at_runtime(Tensor x, int quant_min, int quant_max, bool symmetric, bool by_row, "
-    "float eps) -> Tensor"
-)
 
-
-def _at_runtime(
+def _fake_at_runtime(
     x: torch.Tensor, quant_min: int, quant_max: int, symmetric: bool, by_row: bool, eps: float
 ) -> torch.Tensor:
     """``x`` as it is after a quantization whose scale is found from ``x``, by row or as a whole."""
@@ -81,8 +72,17 @@ def _at_runtime(
     return (levels - zero) * scale
 
 
-_LIBRARY.impl("quantize_at_runtime", _at_runtime, "CompositeExplicitAutograd")
-_LIBRARY.impl("quantize_at_runtime", lambda x, *_: torch.empty_like(x), "Meta")
+@torch.library.custom_op("tpu2edge::quantize_at_runtime", mutates_args=())
+def _at_runtime(
+    x: torch.Tensor, quant_min: int, quant_max: int, symmetric: bool, by_row: bool, eps: float
+) -> torch.Tensor:
+    return _fake_at_runtime(x, quant_min, quant_max, symmetric, by_row, eps)
+
+
+@_at_runtime.register_fake
+def _at_runtime_shape(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x)
+
 
 #: What goes in is quantized by a scale found from it, and dequantized at once.
 DYNAMIC = torch.ops.tpu2edge.quantize_at_runtime.default
@@ -98,28 +98,42 @@ def _quantize(
     return (torch.round(x / scale) + zero).clamp(low, high).to(dtype)
 
 
-def _dequantize(x: torch.Tensor, scale: float, zero: int, *_: Any, **__: Any) -> torch.Tensor:
-    return (x.to(torch.float64) - zero) * scale
+def _dequantize(
+    x: torch.Tensor, scale: float, zero: int, *_: Any, wide: torch.dtype, **__: Any
+) -> torch.Tensor:
+    return (x.to(wide) - zero) * scale
 
 
 def _dequantize_channels(
-    x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, axis: int, *_: Any, **__: Any
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    axis: int,
+    *_: Any,
+    wide: torch.dtype,
+    **__: Any,
 ) -> torch.Tensor:
     shape = [1] * x.dim()
     shape[axis] = -1
-    wide = x.to(torch.float64)
+    values = x.to(wide)
     if zeros is not None:
-        wide = wide - zeros.reshape(shape)
-    return wide * scales.to(torch.float64).reshape(shape)
+        values = values - zeros.to(wide).reshape(shape)
+    return values * scales.to(wide).reshape(shape)
+
+
+def _computed_in(wide: torch.dtype) -> Mapping[Any, Callable[..., torch.Tensor]]:
+    return {
+        QUANTIZE: _quantize,
+        DEQUANTIZE: partial(_dequantize, wide=wide),
+        DEQUANTIZE_CHANNELS: partial(_dequantize_channels, wide=wide),
+        DYNAMIC: _fake_at_runtime,
+    }
 
 
 #: The same in float64, for the oracle: torch's own compute in float32.
-EXACT: Mapping[Any, Callable[..., torch.Tensor]] = {
-    QUANTIZE: _quantize,
-    DEQUANTIZE: _dequantize,
-    DEQUANTIZE_CHANNELS: _dequantize_channels,
-    DYNAMIC: _at_runtime,
-}
+EXACT = _computed_in(torch.float64)
+#: The same in core operators, for who has no quantized ones.
+TAKEN_APART = _computed_in(torch.float32)
 
 
 # ------------------------------------------------------------------------------------ the program
@@ -134,10 +148,10 @@ def quantization_of(program: ExportedProgram) -> str | None:
     """How a normalized program is quantized: the name its file gets in place of float32's."""
     found = {node.target for node in program.graph.nodes}
     if QUANTIZE in found:
-        return STATIC
+        return _STATIC
     if DYNAMIC in found:
-        return RUNTIME
-    return WEIGHTS if found & EXACT.keys() else None
+        return _RUNTIME
+    return _WEIGHTS if found & EXACT.keys() else None
 
 
 def normalize(program: ExportedProgram, notes: list[Note]) -> None:
@@ -156,7 +170,7 @@ def normalize(program: ExportedProgram, notes: list[Note]) -> None:
     name = quantization_of(program)
     if name is None:
         return
-    counts = ", ".join(f"{count} {what}" for what, count in graph.counts.items() if count)
+    counts = ", ".join(f"{count} {what}" for what, count in _counts(program).items() if count)
     text = f"the model is quantized already ({counts}): the file keeps its integers and scales"
     notes.append(Note(code="as-quantized", text=text))
     if graph.narrow:
@@ -165,6 +179,20 @@ def normalize(program: ExportedProgram, notes: list[Note]) -> None:
             "file uses all of it, so values outside of the calibrated range differ"
         )
         notes.append(Note(code="wider-range", text=text))
+
+
+def _counts(program: ExportedProgram) -> dict[str, int]:
+    """How many tensors are quantized in which way."""
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    return {
+        "weights": sum(
+            node.target in (DEQUANTIZE, DEQUANTIZE_CHANNELS)
+            and getattr(node.args[0], "op", "") == "placeholder"
+            for node in calls
+        ),
+        "activations": sum(node.target is QUANTIZE for node in calls),
+        "activations at run time": sum(node.target is DYNAMIC for node in calls),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +219,6 @@ class _Graph:
             for spec in program.graph_signature.input_specs
             if spec.target is not None and hasattr(spec.arg, "name")
         }
-        self.counts = {"weights": 0, "activations": 0, "activations at run time": 0}
         self.changed = False
         self.narrow = 0
         self._known: dict[fx.Node, Any] = {}
@@ -212,10 +239,8 @@ class _Graph:
 
     def _fake_quantize(self, node: fx.Node) -> None:
         scheme = _fake_scheme(self, node)
-        if "cachemask" in str(node.target):  # (value, mask)
-            users = list(node.users)
-        else:
-            users = [node]
+        # The cachemask operators give (value, mask).
+        users = list(node.users) if "cachemask" in str(node.target) else [node]
         for user in users:
             if self._is_constant(node.args[0]):
                 values = self.value(node.args[0])
@@ -263,14 +288,12 @@ class _Graph:
         if scheme.group is not None:
             result = call(node, aten.reshape.default, result, list(shape), like=node)
         self._replace(node, result)
-        self.counts["weights"] += 1
 
     def _static_quantizer(self, node: fx.Node, scheme: _Scheme) -> None:
         self._replace(node, self._quantize_before(node, node.args[0], scheme))
 
     def _quantize_before(self, node: fx.Node, source: Any, scheme: _Scheme) -> fx.Node:
         full = self._activation(node, scheme)
-        self.counts["activations"] += 1
         self.narrow += full.high - full.low > scheme.high - scheme.low
         return call(node, QUANTIZE, source, *_numbers(full))
 
@@ -306,7 +329,6 @@ class _Graph:
         source = quantizer.args[0]
         result = call(node, DYNAMIC, source, scheme.low, scheme.high, symmetric, by_row, eps)
         self._replace(node, result)
-        self.counts["activations at run time"] += 1
 
     # ---- constants
 
@@ -380,10 +402,10 @@ class _Graph:
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         before = inputs[place] if place < len(inputs) else first
         with self.graph.inserting_before(before):
-            made = self.graph.placeholder(name)
+            made: fx.Node = self.graph.placeholder(name)
         given, value = value, value.detach().clone()
         made.meta["val"] = _fake_mode(self.graph).from_tensor(value, static_shapes=True)
-        made.meta["tensor_meta"] = fx.passes.shape_prop._extract_tensor_metadata(value)
+        made.meta["tensor_meta"] = _extract_tensor_metadata(value)
         spec = InputSpec(InputKind.BUFFER, TensorArgument(made.name), name, persistent=True)
         specs.insert(place, spec)
         program.state_dict[name] = value
@@ -429,7 +451,8 @@ def _fake_mode(graph: fx.Graph) -> Any:
     for node in graph.nodes:
         value = node.meta.get("val")
         if hasattr(value, "fake_mode"):
-            return value.fake_mode
+            mode: Any = value.fake_mode
+            return mode
     raise AssertionError("a graph without tensors")
 
 
@@ -564,17 +587,24 @@ def _fake_scheme(graph: _Graph, node: fx.Node) -> _Scheme:
     )
 
 
+_STORED: Mapping[torch.dtype, torch.dtype] = {
+    torch.quint8: torch.uint8,
+    torch.qint8: torch.int8,
+    torch.qint32: torch.int32,
+}
+
+
 def _native_quantizer(graph: _Graph, node: fx.Node) -> _Scheme:
     """aten.quantize_per_tensor and _per_channel: a tensor of a quantized type."""
     given = _bound(node)
     channels = "scales" in given
-    low, high = (0, 255) if given["dtype"] is torch.quint8 else (-128, 127)
+    low, high = (0, 255) if given["dtype"] is torch.quint8 else (-128, 127)  # qint32: not used
     return _Scheme(
         graph.scalar(given["scales" if channels else "scale"]),
         graph.scalar(given["zero_points" if channels else "zero_point"]),
         low,
         high,
-        {torch.quint8: torch.uint8, torch.qint8: torch.int8}.get(given["dtype"], given["dtype"]),
+        _STORED.get(given["dtype"], torch.int32),
         axis=given["axis"] if channels else None,
     )
 
@@ -739,12 +769,6 @@ def _refuse_what_is_left(program: ExportedProgram) -> None:
 # ------------------------------------------------------------------------------------ the modules
 
 
-def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The plain tensors that a tensor of torchao's is made of, by name."""
-    names: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-    return [(name, getattr(tensor, name)) for name in names]
-
-
 class _FixedFakeQuant(nn.Module):
     """A fake quantization with the scale that it has learned, without its observer."""
 
@@ -886,7 +910,7 @@ def _activation_of(x: torch.Tensor, weight: Any) -> torch.Tensor:
     how = weight.act_quant_kwargs
     if how is None:
         return x
-    from torchao.quantization.quant_primitives import (
+    from torchao.quantization.quant_primitives import (  # type: ignore[import-untyped]
         MappingType,
         dequantize_affine,
         quantize_affine,
@@ -896,10 +920,15 @@ def _activation_of(x: torch.Tensor, weight: Any) -> torch.Tensor:
     low, high = -128 // half, 127 // half
     if weight.act_quant_scale is not None:
         scale, zero = weight.act_quant_scale, weight.act_quant_zero_point
+        if zero is None:
+            zero = torch.zeros_like(scale, dtype=torch.int32)
         rest = (torch.int8, low, high)
-        blocks = list(x.shape)
+        blocks = tuple(x.shape)
         levels = quantize_affine(x, blocks, scale, zero, *rest)
-        return dequantize_affine(levels, blocks, scale, zero, *rest, output_dtype=x.dtype)
+        fixed: torch.Tensor = dequantize_affine(
+            levels, blocks, scale, zero, *rest, output_dtype=x.dtype
+        )
+        return fixed
     by_row = type(how.granularity).__name__ in ("PerRow", "PerToken")
     symmetric = how.mapping_type is MappingType.SYMMETRIC
     eps = float(torch.finfo(torch.float32).eps)

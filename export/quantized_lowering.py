@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
 from tpu2edge.export import quantized
 from tpu2edge.export.rewrites.graph import call, value_of
@@ -47,8 +48,7 @@ def add_lowerings(register: Callable[[Any], Callable[[Any], Any]]) -> None:
 def _quantize(
     _lctx: Any, x: Any, scale: float, zero: int, low: int, high: int, dtype: torch.dtype
 ) -> Any:
-    from litert_converter.mlir import ir
-
+    ir = _ir()
     width = 16 if dtype is torch.int16 else 8
     result = ir.RankedTensorType.get(
         ir.RankedTensorType(x.type).shape, ir.IntegerType.get_signless(width)
@@ -81,9 +81,14 @@ def _mark(_lctx: Any, x: Any, *_: Any) -> Any:
     return _call(_MARK, x, x.type, {})
 
 
-def _float_like(x: Any) -> Any:
+def _ir() -> Any:
     from litert_converter.mlir import ir
 
+    return ir
+
+
+def _float_like(x: Any) -> Any:
+    ir = _ir()
     return ir.RankedTensorType.get(ir.RankedTensorType(x.type).shape, ir.F32Type.get())
 
 
@@ -91,8 +96,8 @@ def _attributes(
     scales: Sequence[float], zeros: Sequence[int], low: int, high: int, axis: int | None = None
 ) -> dict[str, Any]:
     import numpy as np
-    from litert_converter.mlir import ir
 
+    ir = _ir()
     bits = "i16" if high > 127 else "i4" if low >= -8 and high <= 7 else "i8"
     narrow = low in (-127, -7)
     attributes = {
@@ -111,9 +116,9 @@ def _attributes(
 
 
 def _call(name: str, x: Any, result: Any, attributes: dict[str, Any]) -> Any:
-    from litert_converter.mlir import ir
     from litert_converter.mlir.dialects import stablehlo
 
+    ir = _ir()
     made = stablehlo.CustomCallOp(
         result=[result], inputs=[x], call_target_name=ir.StringAttr.get(name)
     )
@@ -191,7 +196,7 @@ _LAST, _BACK = (0, 2, 3, 1), (0, 3, 1, 2)
 def _permute_meta(node: fx.Node, order: tuple[int, ...]) -> None:
     value = value_of(node).permute(order).contiguous()
     node.meta["val"] = value
-    node.meta["tensor_meta"] = fx.passes.shape_prop._extract_tensor_metadata(value)
+    node.meta["tensor_meta"] = _extract_tensor_metadata(value)
 
 
 def use_dynamic_kernels(ir: Any, module: Any) -> tuple[int, int]:
@@ -218,7 +223,7 @@ def use_dynamic_kernels(ir: Any, module: Any) -> tuple[int, int]:
 def _is_mark(ir: Any, operation: Any) -> bool:
     if operation.name != "stablehlo.custom_call":
         return False
-    return ir.StringAttr(operation.attributes["call_target_name"]).value == _MARK
+    return bool(ir.StringAttr(operation.attributes["call_target_name"]).value == _MARK)
 
 
 def _behind(operation: Any) -> Iterator[Any]:

@@ -372,6 +372,7 @@ def signatures_from_mapping(
 
 def _unpack(result: Any, name: str) -> tuple[Any, tuple[Any, ...] | None, dict[str, Any]]:
     """The model, args and kwargs in what a function returned."""
+    _refuse_quant_config(result, name)
     if isinstance(result, Mapping):
         unknown = [key for key in result if key not in _DICT_KEYS]
         if "model" not in result or unknown:
@@ -390,6 +391,19 @@ def _unpack(result: Any, name: str) -> tuple[Any, tuple[Any, ...] | None, dict[s
         model, args, kwargs = (*result, None, None)[:3]
         return _checked(model, args, kwargs, name)
     return _checked(result, None, None, name)
+
+
+def _refuse_quant_config(result: Any, name: str) -> None:
+    """A config for litert_torch.convert quantizes nothing: a float model would come out unsaid."""
+    things = list(result.values()) if isinstance(result, Mapping) else result
+    for thing in things if isinstance(things, (tuple, list)) else ():
+        kind = type(thing)
+        if kind.__module__.startswith("litert_torch.quantize"):
+            raise ModelSourceError(
+                f"{name} returns a {kind.__name__}, which quantizes nothing by itself",
+                do="prepare_pt2e(…, quantizer), run samples, convert_pt2e, and return the model that "
+                "gives; or return the float model and name a --recipe",
+            )
 
 
 def _checked(
@@ -497,6 +511,7 @@ def _load_program(path: Path) -> LoadedSource:
         near = [p.name for p in path.parent.glob("*.pt2")] if path.parent.is_dir() else []
         raise ModelSourceError(f"there is no file {shown}" + closest(path.name, near), do=_FORMS)
     import torch
+    import torch.ao.quantization.fx._decomposed  # operators of programs quantized with PT2E
 
     _refuse_unsafe_program(path, shown)
     try:

@@ -154,8 +154,14 @@ def _decomposed(program: torch.export.ExportedProgram, route: str) -> torch.expo
     Undecomposed, TorchTPU lowers attention to a custom call that only a TPU can run, and buffer
     updates show in the signature only after decomposing.
     """
+    import torch
+
+    from tpu2edge.export import quantized
+
     try:
-        decomposed: torch.export.ExportedProgram = program.run_decompositions()
+        table: Any = torch.export.default_decompositions()
+        table.update(quantized.TAKEN_APART)  # a TPU computes what is quantized in floats
+        decomposed: torch.export.ExportedProgram = program.run_decompositions(table)
     except Exception as exc:
         raise _lowering_error(route, exc, what="cannot be decomposed into core operators") from exc
     return decomposed

@@ -34,6 +34,7 @@ from tpu2edge.types import (
     Tensors,
     TensorSpec,
     Verdict,
+    is_base,
     no_progress,
 )
 
@@ -432,7 +433,7 @@ def _gather(
             output.host_meter.add(identity, host, found)
         if oracle is not None:
             steps = _Steps(oracle[name], truth[name], eager[name], base.get(name), host, found)
-            _add_split(output, steps, side.recipe != "float32")
+            _add_split(output, steps, not is_base(side.recipe))
 
 
 def _as_shaped(found: Array, truth: Array, spec: TensorSpec) -> Array:
@@ -631,7 +632,7 @@ class _Cases:
             Verdict.FAIL if faults else Verdict.PASS,
             reasons=tuple(faults + flags),
             metrics=metrics,
-            split=gathered.split(self.model.recipe != "float32"),
+            split=gathered.split(not is_base(self.model.recipe)),
             against_eager=gathered.eager_meter.metrics() if gathered.eager_meter else None,
             against_host=gathered.host_meter.metrics() if gathered.host_meter else None,
         )
@@ -655,7 +656,7 @@ class _Cases:
 
     def _conversion_faults(self, meter: OutputMeter, name: str, is_float: bool) -> Iterator[Reason]:
         """What the float file breaks against the float32 module: the conversion's own fault."""
-        if self.conversion is None or self.model.recipe != "float32":
+        if self.conversion is None or not is_base(self.model.recipe):
             return
         metrics = meter.metrics()
         for bound in self.conversion.bounds(name, is_float=is_float):

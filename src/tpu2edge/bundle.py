@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Any
 from tpu2edge.errors import BundleError
 from tpu2edge.files import canonical_json, sha256_of, write_atomically
 from tpu2edge.flatbuffer import read_tflite
-from tpu2edge.types import EdgeModel, LayerSource, Note, Signature, Verdict
+from tpu2edge.types import (
+    BASE_RECIPE,
+    EdgeModel,
+    LayerSource,
+    Note,
+    Signature,
+    Verdict,
+    is_base,
+)
 
 if TYPE_CHECKING:
     from tpu2edge.runtime_check.parity import ParityReport
@@ -54,14 +62,14 @@ class Bundle:
         """PASS, FAIL or ERROR over all models, outputs and devices."""
         return self.report.verdict
 
-    def model(self, recipe: str = "float32") -> EdgeModel:
-        """The model of one recipe.
+    def model(self, recipe: str = BASE_RECIPE) -> EdgeModel:
+        """The model of one recipe; by default the float file, or that of a model that came quantized.
 
         Raises:
             BundleError: the bundle has no such recipe; the message lists those it has.
         """
         for model in self.models:
-            if model.recipe == recipe:
+            if model.recipe == recipe or (recipe == BASE_RECIPE and is_base(model.recipe)):
                 return model
         raise BundleError(
             f"the bundle has no recipe '{recipe}'", do=f"it has {[m.recipe for m in self.models]}"

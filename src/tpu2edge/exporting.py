@@ -18,7 +18,7 @@ from tpu2edge import references
 from tpu2edge.autotuning import search_checkpoint
 from tpu2edge.bundle import Bundle, load_bundle
 from tpu2edge.delegates import note_of_xnnpack
-from tpu2edge.family import Family, FamilyOptions, Made, Part
+from tpu2edge.family import Family, FamilyOptions, Made, Part, refuse_twice
 from tpu2edge.folders import staged
 from tpu2edge.logs import Stages, log_stream, warnings_to
 from tpu2edge.places import taps_in, transposes_left
@@ -92,6 +92,9 @@ class ExportJob:
             programs = traced()
             for program in programs:
                 self._say(program.notes)
+            came = next((p.quantization for p in programs if p.quantization), None)
+            if came is not None:
+                refuse_twice(self.family.names)
             maker = TruthMaker(
                 choice=self.choice,
                 weights_sha256=provenance.get("weights_sha256"),
@@ -115,7 +118,6 @@ class ExportJob:
                 self._say([transposes_left(base, lowered.nodes)])
             self._say(note_of_xnnpack(base, lowered.nodes))
             _release_memory()
-            came = next((p.quantization for p in programs if p.quantization), None)
             report, made = self._family(folder, parts, base, lowered, came, log)
             self.progress("write bundle")
             layers = layers_in([one.model.path for one in made], lowered.nodes)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tpu2edge.runtime_check.task_metric import TaskMetric
     from tpu2edge.truths import Truth
 
-__all__ = ["AUTO", "FLOAT", "Family", "FamilyOptions", "Made", "Part"]
+__all__ = ["AUTO", "FLOAT", "Family", "FamilyOptions", "Made", "Part", "refuse_twice"]
 
 FLOAT, AUTO = "float32", "auto"
 
@@ -179,14 +179,7 @@ class Family:
 
     def _as_it_came(self, name: str) -> tuple[ParityReport, list[Made]]:
         """The one file of a model that was quantized in PyTorch: it is not quantized again."""
-        if asked := [one for one in self.options.names if one != FLOAT]:
-            raise QuantizationError(
-                f"the model was quantized in PyTorch already, so --recipe {asked[0]} would quantize it "
-                "a second time",
-                do="leave --recipe away, which keeps its own integers and scales; or export the float "
-                "model",
-                step="quantize",
-            )
+        refuse_twice(self.options.names)
         file = self._file(name)
         self.base.rename(file)
         report, made = self._checked(file, name, {})
@@ -338,7 +331,7 @@ class Family:
             budget,
             oracle=truth.oracle,
             eager=truth.eager,
-            conversion=default_budget(FLOAT),
+            conversion=default_budget(self.as_it_came or FLOAT),
             floor=truth.floor,
             float_outputs=Reference.load(kept, verify=False) if known else None,
             profile=device,
@@ -370,10 +363,25 @@ class Family:
             budget,
             oracle=truth.oracle,
             eager=truth.eager,
-            conversion=default_budget(FLOAT),
+            conversion=default_budget(self.as_it_came or FLOAT),
             floor=truth.floor,
             threads=self.options.threads,
             log=self.log,
+        )
+
+
+def refuse_twice(recipes: Sequence[str]) -> None:
+    """For a model that was quantized in PyTorch: no recipe goes with it.
+
+    Raises:
+        QuantizationError: one was asked for.
+    """
+    if asked := [one for one in recipes if one != FLOAT]:
+        raise QuantizationError(
+            f"the model was quantized in PyTorch already, so --recipe {asked[0]} would quantize it a "
+            "second time",
+            do="leave --recipe away, which keeps its own integers and scales; or export the float model",
+            step="quantize",
         )
 
 

@@ -22,6 +22,8 @@ else:
     Array = Any
 
 __all__ = [
+    "AS_QUANTIZED",
+    "BASE_RECIPE",
     "Array",
     "Dim",
     "EdgeModel",
@@ -34,8 +36,22 @@ __all__ = [
     "StableHlo",
     "TensorSpec",
     "Verdict",
+    "is_base",
     "no_progress",
 ]
+
+#: The recipe of the file that a float model is converted to.
+BASE_RECIPE = "float32"
+
+#: What takes its place for a model that was quantized in PyTorch: weights and activations, weights
+#: and at run time activations, weights only. Such a file is held to the quantized module.
+AS_QUANTIZED = ("as_quantized_static", "as_quantized_dynamic", "as_quantized_weights")
+
+
+def is_base(recipe: str) -> bool:
+    """Whether a file of this recipe is what the conversion gave, with nothing quantized by us."""
+    return recipe == BASE_RECIPE or recipe in AS_QUANTIZED
+
 
 #: One set of arrays by name: the inputs (or the outputs) of one run of a signature.
 Tensors = Mapping[str, Array]
