@@ -36,9 +36,21 @@ if TYPE_CHECKING:
     from tpu2edge.runtime_check.task_metric import TaskMetric
     from tpu2edge.truths import Truth
 
-__all__ = ["AUTO", "FLOAT", "Family", "FamilyOptions", "Made", "Part", "refuse_twice"]
+__all__ = [
+    "AUTO",
+    "CALIBRATION",
+    "FLOAT",
+    "Family",
+    "FamilyOptions",
+    "Made",
+    "Part",
+    "refuse_twice",
+]
 
 FLOAT, AUTO = "float32", "auto"
+
+#: Statistics of the float file's activations in a bundle, for a later `tpu2edge quantize`.
+CALIBRATION = "calibration.npz"
 
 _KEPT = ".float"  # folder beside a reference for the float file's outputs, while a job runs
 
@@ -137,6 +149,7 @@ class Family:
     say: Callable[[Sequence[Note]], None]
     log: IO[bytes]
     checkpoint: Path | None = None
+    calibrated: Path | None = None  # statistics of this very float file, from an earlier bundle
     as_it_came: str | None = None  # the name of the file when the model was quantized in PyTorch
     is_new: bool = True  # the float file was just converted: LiteRT's refusals are about the model
 
@@ -221,6 +234,8 @@ class Family:
         from tpu2edge.calibration import calibration_samples, samples_of_reference
         from tpu2edge.quantize.calibrate import calibrate, check_samples
 
+        if (known := self._known_ranges(estimators)) is not None:
+            return known
         noted: list[Note] = []
         data: dict[str, list[Tensors]] = {}
         parity = {
@@ -261,7 +276,26 @@ class Family:
         self.say(measured.notes)
         text = f"calibrated on {measured.samples} samples, ranges by {', '.join(estimators)}"
         self.say([Note(code="calibrated", text=text)])
+        # How fast it was is no property of the file: the same command gives the same bundle.
+        replace(measured, samples_per_s=0.0, cpu_ms=0.0).save(self.folder / CALIBRATION)
         return measured
+
+    def _known_ranges(self, estimators: Sequence[str]) -> Calibration | None:
+        """Statistics that are there already, when they are of this file and hold these estimators."""
+        from tpu2edge.quantize.calibrate import Calibration
+
+        own = self.folder / CALIBRATION
+        file = own if own.is_file() else self.calibrated
+        if file is None or not file.is_file() or (file != own and self.options.calibration):
+            return None
+        found = Calibration.load(file, source=self.base)
+        if not set(estimators) <= set(found.estimators):
+            return None
+        if file != own:
+            text = f"ranges of activations are those that {found.samples} samples gave the source bundle"
+            self.say([Note(code="calibration-reused", text=text)])
+            shutil.copyfile(file, own)
+        return found
 
     def _verified(self, file: Path, applied: Applied) -> dict[str, Any]:
         """What the file holds; the user is told what is not as the recipe says."""

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 from tpu2edge.autotuning import search_checkpoint
 from tpu2edge.bundle import Bundle, load_bundle, modules_of_tensors
 from tpu2edge.errors import BundleError, DataError, OptionError
-from tpu2edge.family import FLOAT, Family, FamilyOptions, Part
+from tpu2edge.family import CALIBRATION, FLOAT, Family, FamilyOptions, Part
 from tpu2edge.files import named_digest, sha256_of
 from tpu2edge.flatbuffer import TfliteFile, read_tflite, signatures_of, summarize
 from tpu2edge.folders import refuse_existing, staged
@@ -183,6 +183,7 @@ class _Job:
                 log=log,
                 checkpoint=search_checkpoint(self.output),
                 is_new=False,
+                calibrated=self.source / CALIBRATION if self.source.is_dir() else None,
             )
             report, made = family.run()
             self.progress("write bundle")

@@ -155,6 +155,18 @@ def test_calibration_data_may_be_a_function_that_yields_samples(bundle, tmp_path
         quantized("wrong")
 
 
+def test_statistics_are_kept_in_the_bundle_and_used_again(bundle, tmp_path: Path):
+    wanted = {"recipes": ("float32", "int8-static")}
+    first = tpu2edge.quantize_model(
+        bundle, output=tmp_path / "a", calibration_data=rows(30, seed=7), **wanted
+    )
+    again = tpu2edge.quantize_model(first, output=tmp_path / "b", **wanted)
+    assert "those that 30 samples gave" in notes_of(again)
+    assert again.models[1].sha256 == first.models[1].sha256
+    other = tpu2edge.quantize_model(bundle, output=tmp_path / "c", **wanted)
+    assert other.models[1].sha256 != first.models[1].sha256
+
+
 @pytest.mark.parametrize("method", ["percentile", "mse", "moving-average"])
 def test_every_calibration_method_gives_a_file_that_works(bundle, tmp_path: Path, method):
     made = tpu2edge.quantize_model(
