@@ -179,7 +179,7 @@ def print_devices(found: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
             Text(one["name"]),
             Text(one["state"], style=_STATES[one["state"]]),
             Text(one["description"]),
-            Text(f"{one['text']} {one['slow']}".strip()),
+            Text("; ".join(part for part in (one["text"], one["slow"], one["how"]) if part)),
         )
     _console().print(drawn)
     missing = [one["name"] for one in found if one["state"] == "missing"]
@@ -194,7 +194,8 @@ def print_installed(outcome: Outcome, *, as_json: bool) -> None:
         print_json({"exit_code": outcome.exit_code, "devices": found})
         return
     for one in found:
-        print(f"{one['name']}: {one['state']}: {one['text']} {one['slow']}".rstrip())
+        told = "; ".join(part for part in (one["text"], one["slow"], one["how"]) if part)
+        print(f"{one['name']}: {one['state']}: {told}")
     if not found:
         print("nothing to install: every device that can be used here is ready")
     ready = [one["name"] for one in found if one["state"] == "ready"]

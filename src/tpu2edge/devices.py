@@ -31,6 +31,7 @@ def list_devices(files: Sequence[Path] = ()) -> list[dict[str, Any]]:
                 **profile.to_json(),
                 "state": str(state.kind),
                 "text": state.text,
+                "how": state.how,
                 "slow": state.slow,
                 "file": None if profile.file is None else profile.file.name,
             }
@@ -60,14 +61,20 @@ def install_devices(
         wanted = [p for p in profiles(files).values() if state_of(p).kind is StateKind.MISSING]
     states = fetch(wanted, progress)
     told = [
-        {"name": name, "state": str(state.kind), "text": state.text, "slow": state.slow}
+        {
+            "name": name,
+            "state": str(state.kind),
+            "text": state.text,
+            "how": state.how,
+            "slow": state.slow,
+        }
         for name, state in states.items()
     ]
     failed = [one for one in told if one["state"] != StateKind.READY]
     if names and failed:
         raise DeviceError(
             "; ".join(f"device '{one['name']}' is not ready: {one['text']}" for one in failed),
-            do="the other devices that were named are ready" if len(failed) < len(told) else "",
+            do="; ".join(dict.fromkeys(one["how"] for one in failed if one["how"])),
             step="install",
         )
     return told

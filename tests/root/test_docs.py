@@ -23,6 +23,7 @@ DOCUMENTS = (
     "docs/budgets.md",
     "docs/quantization.md",
     "docs/architecture.md",
+    "docs/devices.md",
     "docs/tpu.md",
 )
 _BLOCK = re.compile(

@@ -67,6 +67,11 @@ def test_the_wheel_holds_every_module_and_the_marker_for_type_checkers(wheel):
     assert "tpu2edge/py.typed" in names
     assert "tpu2edge/runtime_check/devices/worker.py" in names
     assert "tpu2edge/quantize/child.py" in names
+    devices = ROOT / "runtime_check" / "devices"
+    kept = [*devices.glob("profiles/*.toml"), *devices.glob("native/*"), *devices.glob("web/*")]
+    assert len(kept) > 12
+    for path in kept:
+        assert f"tpu2edge/{path.relative_to(ROOT).as_posix()}" in names
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"tpu2edge"}
 
 

@@ -156,3 +156,15 @@ def test_a_mistake_names_the_file_the_key_and_the_known_values(
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"gone\.toml' cannot be read"):
         load_profile(tmp_path / "gone.toml")
+
+
+def test_the_document_on_devices_names_every_profile_and_its_example_is_one(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "devices.md").read_text()
+    for name in SHIPPED:
+        assert f"`{name}`" in text
+    (example,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    path = tmp_path / "camera.toml"
+    path.write_text(example)
+    profile = load_profile(path)
+    assert (profile.name, profile.memory_mb, profile.xnnpack_flags) == ("camera", 256, 4)
+    assert profile.tolerance.range_error("float32") == 5e-3
