@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu2edge.errors import QuantizationError
-from tpu2edge.family import AUTO, Family, held_out_picks, search_picks
+from tpu2edge.family import AUTO, CALIBRATION, Family, held_out_picks, search_picks
 from tpu2edge.files import canonical_json, sha256_of, write_atomically
 from tpu2edge.types import Note
 
@@ -62,6 +62,8 @@ def search_auto(family: Family, target: Path) -> dict[str, Any]:
     references = [truth.reference for truth in truths]
     picks = [search_picks(len(reference)) for reference in references]
     others = [held_out_picks(len(reference)) for reference in references]
+    ranges = _ranges(family)
+    measured = family.folder / CALIBRATION
     text = json.dumps(
         [
             [sha256_of(reference.path / "manifest.json") for reference in references],
@@ -70,7 +72,7 @@ def search_auto(family: Family, target: Path) -> dict[str, Any]:
             options.threads,
             options.keep_float,
             [options.max_size, options.max_latency],
-            [str(item) for item in options.calibration],
+            sha256_of(measured) if measured.is_file() else None,
         ]
     )
     fingerprint = hashlib.sha256(text.encode()).hexdigest()
@@ -81,7 +83,6 @@ def search_auto(family: Family, target: Path) -> dict[str, Any]:
             family.say([Note(code="search-resumed", text=note)])
         else:
             checkpoint.unlink()
-    ranges = _ranges(family)
     family.progress("search")
     with contextlib.ExitStack() as stack:
         scorers: list[Scorer] = [
