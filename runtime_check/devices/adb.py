@@ -87,10 +87,14 @@ def state(profile: Profile) -> State:
         phone = _phone(profile)
     except _Trouble as trouble:
         return State(kind=StateKind.IMPOSSIBLE, text=f"{trouble} ({_NOT_TRIED})")
-    if part_named(LITERT) is None or part_named(LIBRARIES) is None:
+    parts = [part_named(name) for name in (LITERT, LIBRARIES)]
+    if None in parts:
         return missing(
             profile, f"LiteRT for arm64 and its C library are to be fetched ({_NOT_TRIED})"
         )
+    for part in parts:
+        if part is not None and (why := part.damaged()):
+            return missing(profile, why)
     return State(
         kind=StateKind.READY,
         text=f"{phone.model} ({phone.serial}), Android {phone.android}, "

@@ -65,6 +65,8 @@ def state(profile: Profile) -> State:
     part = part_named(_PART)
     if part is None:
         return _without_part(profile)
+    if why := part.damaged():
+        return missing(profile, why)
     if gone := _gone(part):
         return missing(profile, f"{gone} is gone, which Mesa's driver needs")
     return State(

@@ -46,13 +46,15 @@ def state(profile: Profile) -> State:
     """Ready when Node is on the PATH and LiteRT.js in the cache."""
     if why := _cannot(profile):
         return State(kind=StateKind.IMPOSSIBLE, text=why)
-    if part_named(_PART) is None:
+    part = part_named(_PART)
+    why = "" if part is None else part.damaged()
+    if part is None or why:
         if shutil.which("npm") is None:
             return State(
                 kind=StateKind.IMPOSSIBLE,
                 text=f"npm is not on the PATH, and it fetches LiteRT.js: {_GET_NODE}",
             )
-        return missing(profile, f"LiteRT.js {VERSION} (40 MB, by npm) is to be fetched")
+        return missing(profile, why or f"LiteRT.js {VERSION} (40 MB, by npm) is to be fetched")
     node = ".".join(map(str, _version(_node())))
     return State(
         kind=StateKind.READY, text=f"LiteRT.js {VERSION} ({_simd(profile)} SIMD) in Node {node}"

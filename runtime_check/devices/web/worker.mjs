@@ -342,6 +342,11 @@ for (;;) {
     }
   } catch (error) {
     const [type, text] = words(error);
+    if (error instanceof WebAssembly.RuntimeError) {
+      // A trap or an abort: what is in the memory now cannot be trusted.
+      fs.writeSync(2, `${type}: ${text}\n`);
+      process.exit(70);
+    }
     send({ok: false, type, error: text});
   }
 }

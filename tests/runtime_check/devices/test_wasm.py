@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tpu2edge.errors import DeviceError, OptionError
+from tpu2edge.errors import DeviceCrashError, DeviceError, DeviceMemoryError, OptionError
 from tpu2edge.runtime_check.devices import runners, wasm
 from tpu2edge.runtime_check.devices.checks import check_device
 from tpu2edge.runtime_check.devices.client import Session
@@ -158,7 +158,7 @@ def test_a_memory_limit_is_the_reason_in_words(make_affine, installed):
     path = make_affine(np.float32([2]), np.float32([0]), shape=[5_000_000])
     limited = dataclasses.replace(installed, limit_bytes=40 << 20)
     with (
-        pytest.raises(DeviceError, match="the memory limit of 40 MiB is reached"),
+        pytest.raises(DeviceMemoryError, match="the memory limit of 40 MiB is reached"),
         Session(path, launch=limited) as session,
     ):
         list(session.run("serving_default", [{"x": np.zeros(5_000_000, np.float32)}]))
@@ -172,6 +172,39 @@ def test_a_damaged_file_and_one_that_is_gone_are_refused(tmp_path, small_tflite,
         Session(path, launch=installed)
     with pytest.raises(DeviceError, match=r"cannot load gone\.tflite: Error: ENOENT"):
         Session(tmp_path / "gone.tflite", launch=installed)
+
+
+@needs_node
+def test_a_trap_of_the_webassembly_ends_the_process(tmp_path, small_tflite):
+    # No file is known that makes LiteRT.js trap, so a package that does so stands in for it.
+    core = tmp_path / "@litertjs" / "core"
+    (core / "dist").mkdir(parents=True)
+    (core / "package.json").write_text('{"version": "2.5.3", "type": "module"}')
+    (core / "dist" / "index.js").write_text(
+        """
+        const trap = () => { throw new WebAssembly.RuntimeError('unreachable'); };
+        const wasm = {HEAPU8: new Uint8Array(1 << 20), _malloc: () => 8, loadModel: trap};
+        const environment = {liteRtEnvironment: {}};
+        export const loadLiteRt = async () =>
+          ({liteRtWasm: wasm, getDefaultEnvironment: () => environment});
+        """
+    )
+    command = wasm._command(tmp_path, "compat")
+    with pytest.raises(DeviceCrashError, match=r"exit status 70 .*\n +RuntimeError: unreachable"):
+        Session(small_tflite, command=command)
+
+
+@needs_node
+def test_a_file_of_litert_js_that_was_changed_makes_it_missing(installed, tmp_path, monkeypatch):
+    cache = tmp_path / "tpu2edge" / "devices"
+    shutil.copytree(cache_folder().parent, cache)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert wasm.state(profile_named("web-wasm")).ready
+    changed = cache_folder() / "litertjs-2.5.3/node_modules/@litertjs/core/dist/index.js"
+    changed.write_text(changed.read_text() + " ")
+    found = wasm.state(profile_named("web-wasm"))
+    assert found.kind is StateKind.MISSING
+    assert found.text == f"{changed} is not what was fetched"
 
 
 @needs_node
