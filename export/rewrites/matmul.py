@@ -1,8 +1,8 @@
 """Products of matrices that BATCH_MATMUL does not take: integers, and more than five dimensions.
 
 The converter merges reshapes into the product that follows, to ranks that BATCH_MATMUL refuses, or, of
-a single row, to a rank that does not fit its operands (a linear layer on a map of one pixel); a barrier
-between them keeps the product in three dimensions.
+a vector, to a rank that does not fit its operands (a linear layer on a map of one pixel, the context of
+a global attention); a barrier between them keeps the product in three dimensions.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 _MOST_DIMS = 5
-# A vector times a matrix that is reshaped to (1, 1, 1, n) becomes a BATCH_MATMUL of two shapes at once.
-_MOST_DIMS_OF_ONE_ROW = 3
+# The product with a vector that is reshaped to (1, 1, 1, n) becomes a BATCH_MATMUL of two shapes at once.
+_MOST_DIMS_WHEN_THIN = 3
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 _RESHAPES = (
     aten.view.default,
@@ -133,8 +133,10 @@ def keep_rank(program: ExportedProgram) -> int:
         if node.target not in _PRODUCTS:
             continue
         value = node.meta.get("val")
-        one_row = isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == 1
-        most = _MOST_DIMS_OF_ONE_ROW if one_row else _MOST_DIMS
+        thin = isinstance(value, Tensor) and any(
+            isinstance(size, int) and size == 1 for size in value.shape[-2:]
+        )
+        most = _MOST_DIMS_WHEN_THIN if thin else _MOST_DIMS
         if not (any(_many(arg, most) for arg in node.all_input_nodes) or _used_by_many(node, most)):
             continue
         if barrier is None:

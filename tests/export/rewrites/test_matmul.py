@@ -56,6 +56,28 @@ def test_a_linear_layer_on_a_map_of_one_pixel_is_right(check: Callable[..., None
     )
 
 
+def test_products_with_a_vector_that_are_reshaped_to_four_dimensions_are_right(
+    check: Callable[..., None],
+) -> None:
+    torch.manual_seed(0)
+
+    def context(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        b, c, h, w = x.shape
+        weights = y.reshape(b, 1, h * w).softmax(-1).unsqueeze(3)
+        return x * (x.reshape(b, c, h * w).unsqueeze(1) @ weights).view(b, c, 1, 1)
+
+    r = torch.randn
+    check(
+        {
+            "context": (context, (r(1, 8, 3, 3), r(1, 1, 3, 3))),
+            "of_two": (context, (r(2, 8, 3, 3), r(2, 1, 3, 3))),
+            "of_a_pixel": (context, (r(1, 8, 1, 1), r(1, 1, 1, 1))),
+            "row": (lambda x, y: (x @ y).view(1, 5, 1, 1) * 2, (r(1, 1, 1, 7), r(1, 1, 7, 5))),
+        },
+        5e-6,
+    )
+
+
 def test_elementwise_operators_of_many_dimensions_are_right(check: Callable[..., None]) -> None:
     torch.manual_seed(0)
     six, seven = torch.randn(2, 3, 2, 4, 3, 2), torch.randn(2, 3, 2, 2, 3, 2, 2)
