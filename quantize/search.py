@@ -547,7 +547,8 @@ class _Search:
         self.deadline = self.max_evaluations = None
         row = self._full(Recipe(name=FLOAT, rules=()))
         self.deadline, self.max_evaluations = deadline, most
-        self.floor = 10 ** (-row.evaluation.sqnr_db / 10)
+        floor = 10 ** (-row.evaluation.sqnr_db / 10)
+        self.floor = floor if math.isfinite(floor) else 0.0
         self.float_ms = row.evaluation.latency_ms
         return row
 
@@ -643,6 +644,8 @@ class _Search:
             for row in self.rows.values()
             if math.isfinite(row.evaluation.sqnr_db) and math.isfinite(row.evaluation.budget_margin)
         ]
+        if not margins:
+            return 0.0
         met = [sqnr for sqnr, margin in margins if margin >= 0]
         missed = [sqnr for sqnr, margin in margins if margin < 0]
         sqnr, margin = min(margins, key=lambda pair: abs(pair[1]))
