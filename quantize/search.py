@@ -595,7 +595,7 @@ class _Search:
                 self._fit()
                 self._retreat()
                 self._exchange()
-                if self.best is before:
+                if self.best is before or len(self.units) > _SMALL:
                     break
             self._static()
             if self.best is None:
@@ -1023,7 +1023,7 @@ class _Search:
         assert failed.held_out is not None
         # Above what just failed, by a part of what it lacked: the samples of the search flatter.
         lacked = -failed.held_out.budget_margin
-        step = min(1.0, max(0.1, lacked / 4)) if math.isfinite(lacked) else 1.0
+        step = min(1.0, max(0.1, lacked / 2)) if math.isfinite(lacked) else 1.0
         self.bar = max(self.bar, failed.evaluation.budget_margin) + step
         self.best = None
         for row in sorted(self.rows.values(), key=self._cost):
