@@ -547,7 +547,8 @@ class _Search:
         self.deadline = self.max_evaluations = None
         row = self._full(Recipe(name=FLOAT, rules=()))
         self.deadline, self.max_evaluations = deadline, most
-        self.floor = 10 ** (-row.evaluation.sqnr_db / 10)
+        floor = 10 ** (-row.evaluation.sqnr_db / 10)
+        self.floor = floor if math.isfinite(floor) else 0.0
         self.float_ms = row.evaluation.latency_ms
         return row
 
@@ -592,8 +593,9 @@ class _Search:
             while True:
                 before = self.best
                 self._fit()
+                self._retreat()
                 self._exchange()
-                if self.best is before:
+                if self.best is before or len(self.units) > _SMALL:
                     break
             self._static()
             if self.best is None:
@@ -643,6 +645,8 @@ class _Search:
             for row in self.rows.values()
             if math.isfinite(row.evaluation.sqnr_db) and math.isfinite(row.evaluation.budget_margin)
         ]
+        if not margins:
+            return 0.0
         met = [sqnr for sqnr, margin in margins if margin >= 0]
         missed = [sqnr for sqnr, margin in margins if margin < 0]
         sqnr, margin = min(margins, key=lambda pair: abs(pair[1]))
@@ -699,7 +703,10 @@ class _Search:
                 for unit in self.units
             ]
             picks = cheapest(
-                [[self._hoped(i, level) for level in some] for i, some in enumerate(levels)],
+                [
+                    [self._hoped(i, level, allowed) for level in some]
+                    for i, some in enumerate(levels)
+                ],
                 [[self._price(i, level) for level in some] for i, some in enumerate(levels)],
                 allowed,
             )
@@ -708,10 +715,10 @@ class _Search:
                 found.append((self._total_price(assignment), assignment))
         return min(found)[1] if found else None
 
-    def _hoped(self, unit: int, level: str) -> float:
-        """The noise, a guessed one taken for less than it likely is: then it will be measured."""
+    def _hoped(self, unit: int, level: str, allowed: float) -> float:
+        """The noise, a guessed one that will be measured taken for less than it likely is."""
         noise = self.model.noise(unit, level)
-        if (unit, level) in self.model.measured:
+        if (unit, level) in self.model.measured or noise <= allowed * self._negligible(unit):
             return noise
         return noise * (_HOPE_SMALL if len(self.units) <= _SMALL else _HOPE)
 
@@ -778,6 +785,18 @@ class _Search:
                 if self._hurry_up(assignment):
                     continue
                 return
+
+    def _retreat(self) -> None:
+        """Where no sum came out right: less and less noise, until a file passes."""
+        for part in (0.9, 0.8, 0.65, 0.5, 0.35, 0.2):
+            allowed = self._allowed()
+            if allowed <= 0 or self._best_mix() is not None:
+                return
+            assignment = self._settled(allowed / self.scale * part)
+            if assignment is None:
+                return
+            if self._mix(assignment).evaluation.budget_margin >= self.bar:
+                self._hurry_up(assignment)
 
     def _reconcile(self, assignment: Assignment, actual: float) -> None:
         """Measure the parts of a sum anew, on all samples, if it is far from what came out."""
@@ -1004,7 +1023,7 @@ class _Search:
         assert failed.held_out is not None
         # Above what just failed, by a part of what it lacked: the samples of the search flatter.
         lacked = -failed.held_out.budget_margin
-        step = min(1.0, max(0.1, lacked / 4)) if math.isfinite(lacked) else 1.0
+        step = min(1.0, max(0.1, lacked / 2)) if math.isfinite(lacked) else 1.0
         self.bar = max(self.bar, failed.evaluation.budget_margin) + step
         self.best = None
         for row in sorted(self.rows.values(), key=self._cost):

@@ -420,8 +420,8 @@ class NoiseModel:
         both = [
             math.log(self.measured[unit, after] / self.measured[unit, before])
             for unit in range(len(self.units))
-            if self.measured.get((unit, after), 0.0) > 0
-            and self.measured.get((unit, before), 0.0) > 0
+            if 0 < self.measured.get((unit, after), 0.0) < math.inf
+            and 0 < self.measured.get((unit, before), 0.0) < math.inf
         ]
         if len(both) >= 3:
             return math.exp(statistics.median(both))

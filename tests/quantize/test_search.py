@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def found_by(world: Imagined, folder: Path, **options: Any):
 
 
 @pytest.mark.parametrize("seed", [3, 4])
-@pytest.mark.parametrize("target_db", [20, 28, 36, 44, 52, 60])
+@pytest.mark.parametrize("target_db", [20, 36, 52])
 def test_the_file_is_within_three_percent_of_the_smallest_there_is(
     chain: Path, tmp_path: Path, target_db: float, seed: int
 ):
@@ -166,7 +167,7 @@ def test_the_same_inputs_give_the_same_answer_and_the_same_way_to_it(chain: Path
     assert one.sha256 == two.sha256
 
 
-@pytest.mark.parametrize("stop_at", [0, 1, 5, 9, 13])
+@pytest.mark.parametrize("stop_at", [0, 6, 13])
 def test_a_search_that_was_killed_goes_on_and_ends_the_same_with_nothing_run_twice(
     chain: Path, tmp_path: Path, stop_at: int
 ):
@@ -258,6 +259,23 @@ def test_when_float32_itself_misses_no_layer_is_blamed(chain: Path, tmp_path: Pa
     assert not found.met
     assert found.float32.evaluation.budget_margin == pytest.approx(-10.0)
     assert found.obstacles == ()
+
+
+def test_files_that_do_not_run_are_passed_over(chain: Path, tmp_path: Path):
+    class Broken(Imagined):
+        def __call__(self, model: Path, *, held_out: bool) -> Evaluation:
+            e = super().__call__(model, held_out=held_out)
+            levels = self.levels(json.loads(self.runs[-1][0]))
+            if "int8-dynamic" in levels or "int4-dynamic" in levels:
+                return replace(e, sqnr_db=-math.inf, budget_margin=-math.inf)
+            if set(levels) == {FLOAT}:  # equal to the reference, bit for bit
+                return replace(e, sqnr_db=math.inf, budget_margin=math.inf)
+            return e
+
+    found = found_by(Broken(chain, 36), tmp_path)
+    assert found.met
+    assert found.best.evaluation.size_bytes < chain.stat().st_size / 3
+    assert not {"int8-dynamic", "int4-dynamic"} & set(found.best.levels)
 
 
 def test_a_checkpoint_of_another_search_is_refused(chain: Path, tmp_path: Path):
