@@ -175,6 +175,8 @@ class ParityReport:
     data_kind: str  # "synthetic", "files", …
     samples: int
     times: Mapping[str, Any] = field(default_factory=dict)  # per model file and device, ms
+    # By the same keys: DeviceChecks.to_json() with the model's name, recipe and signature.
+    devices: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Verdict:
@@ -250,6 +252,8 @@ class ParityReport:
             data["device_words"] = list(words)
         if times:
             data["times"] = dict(self.times)
+            if self.devices:
+                data["devices"] = dict(self.devices)
         return data
 
     @classmethod
@@ -261,11 +265,17 @@ class ParityReport:
             data_kind=data["data"],
             samples=data["samples"],
             times=data.get("times", {}),
+            devices=data.get("devices", {}),
         )
 
     def merged(self, other: ParityReport) -> ParityReport:
         """Both reports as one; the line on the reference is this one's."""
-        return replace(self, cases=self.cases + other.cases, times={**self.times, **other.times})
+        return replace(
+            self,
+            cases=self.cases + other.cases,
+            times={**self.times, **other.times},
+            devices={**self.devices, **other.devices},
+        )
 
 
 _STEP_WORDS = {
