@@ -50,6 +50,7 @@ __all__ = [
     "fit_sample",
     "is_host",
     "noise_floor",
+    "opened",
     "real_values",
 ]
 
@@ -146,7 +147,7 @@ def check_model(
     first: list[Tensors] = []
     checks: DeviceChecks | None = None
     try:
-        with _opened(model.path, profile, threads, log) as session:
+        with opened(model.path, profile, threads, log) as session:
             actual = _matching(session.signatures, signature, expected.name)
             if fault := _missing_outputs(expected, actual):
                 return report(cases.all(Verdict.FAIL, fault), {})
@@ -240,9 +241,14 @@ def is_host(profile: Profile | None) -> bool:
     return profile is None or profile.name == "host"
 
 
-def _opened(
-    model: Path, profile: Profile | None, threads: int | None, log: IO[bytes] | None
+def opened(
+    model: Path, profile: Profile | None, threads: int | None, log: IO[bytes] | None = None
 ) -> Session | CachedSession:
+    """A file on a device, ready to run; what another device than the host gives is kept.
+
+    Raises:
+        DeviceError: the device is not ready, or LiteRT refuses the file.
+    """
     if profile is None:
         return Session(model, threads=threads, log=log)
     if is_host(profile):

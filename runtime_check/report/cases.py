@@ -88,6 +88,11 @@ class CaseReport:
     task: TaskValue | None = None  # a case of the user's own metric, over all outputs
     against_host: OutputMetrics | None = None  # on another device: the same file on this machine
 
+    @property
+    def in_words(self) -> str | None:
+        """Which step spends most of the error and what that means; None without a split."""
+        return _in_words(self)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         split = None
