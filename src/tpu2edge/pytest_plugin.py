@@ -87,7 +87,10 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
         return None
     from tpu2edge.suite import BundleFile
 
-    return BundleFile.from_parent(parent, path=file_path, suite=suite)
+    # Outside of pytest's root directory the file would have no name at all.
+    inside = file_path.is_relative_to(parent.config.rootpath)
+    nodeid = None if inside else f"{suite.folder.name}/{file_path.name}"
+    return BundleFile.from_parent(parent, path=file_path, nodeid=nodeid, suite=suite)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

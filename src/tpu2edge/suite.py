@@ -1,6 +1,6 @@
 """A bundle's comparisons as pytest sees them; :mod:`tpu2edge.pytest_plugin` is what pytest loads.
 
-The tree of tests is ``DIR/manifest.json::RECIPE@DEVICE::SIGNATURE:OUTPUT``. A FAIL is a failure, a
+The tree of tests is ``DIR/manifest.json::RECIPE:DEVICE::SIGNATURE:OUTPUT``. A FAIL is a failure, a
 device that broke an error at the test's setup, one that is not ready a skip.
 """
 
@@ -166,7 +166,7 @@ class BundleFile(pytest.File):
         for device in self.suite.devices:
             for model in models:
                 yield _OnDevice.from_parent(
-                    self, name=f"{model.recipe}@{device.name}", model=model, profile=device
+                    self, name=f"{model.recipe}:{device.name}", model=model, profile=device
                 )
 
 
@@ -203,7 +203,7 @@ class _OutputTest(pytest.Item):
         self._case: CaseReport | None = None
         if self.config.pluginmanager.hasplugin("xdist"):
             # With --dist loadgroup the outputs of a run stay together.
-            self.add_marker(pytest.mark.xdist_group(f"{self.parent.name}:{signature}"))
+            self.add_marker(pytest.mark.xdist_group(f"{self.parent.name}::{signature}"))
 
     def setup(self) -> None:
         """Run it; what goes wrong here is pytest's error, not a failure."""
