@@ -10,7 +10,7 @@ OUT ?= demo-out
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[export,test]'
 	touch $(STAMP)
 
 PRETRAINED = $(VENV)/.pretrained

@@ -343,6 +343,8 @@ def print_parity(
     if table:
         print(f"compared with {report['reference']}")
         console.print(_parity_table(rows, sizes or {}))
+    if table and report.get("devices"):
+        _print_device_figures(report["devices"])
     for text in report.get("device_words", ()):
         print(f"    {text}")
     said: dict[tuple[str, str, str, str], list[str]] = {}
@@ -392,6 +394,51 @@ def _parity_table(rows: Sequence[ParityRow], sizes: Mapping[str, int]) -> Table:
     return drawn
 
 
+def _print_device_figures(figures: Mapping[str, Any]) -> None:
+    """Times, memory and what differs between runs, for each file on each device."""
+    has_signatures = len({one["signature"] for one in figures.values()}) > 1
+    drawn = _table(
+        "model",
+        "device",
+        *(["signature"] if has_signatures else []),
+        ">load ms",
+        ">first ms",
+        ">then ms",
+        ">memory",
+        "repeated",
+        ">threads",
+        "delegate",
+    )
+    for one in figures.values():
+        moved = [float(error) for error in one["thread_range_error"].values()]
+        drawn.add_row(
+            one["recipe"],
+            one["device"],
+            *([one["signature"]] if has_signatures else []),
+            f"{one['load_ms']:.3g}",
+            f"{one['first_ms']:.3g}",
+            "–" if one["steady_ms"] is None else f"{one['steady_ms']:.3g}",
+            size_text(one["peak_rss_kb"] * 1024),
+            "same bits" if one["repeatable"] else "differs",
+            "–" if not moved else ("same" if not max(moved) else f"{max(moved):.2g}"),
+            _delegate_text(one),
+        )
+    _console().print(drawn)
+    emulated = dict.fromkeys(one["device"] for one in figures.values() if one["emulated"])
+    if emulated:
+        print(f"emulated: times of {', '.join(emulated)} are no device's times")
+
+
+def _delegate_text(one: Mapping[str, Any]) -> str:
+    """How much of the graph the delegate runs, as far as the device tells."""
+    if one["left_ops"] is not None and one["left_ops"]:
+        names = ", ".join(dict.fromkeys(op for op, _ in one["left"]))
+        return f"{one['ops'] - one['left_ops']} of {one['ops']} ops, not {names}"
+    if one["delegated"] is None:
+        return "–"
+    return "all" if one["delegated"] else "a part"
+
+
 def print_diagnosis(found: Diagnosis) -> None:
     """The state of the machine, and one last line."""
     from rich.text import Text
@@ -419,11 +466,13 @@ def print_diagnosis(found: Diagnosis) -> None:
     if found.can_export:
         print("tpu2edge export can run here")
         return
+    if found.can_check:
+        print("tpu2edge check, tpu2edge devices and the pytest plugin can run here")
     missing = [p.name for p in found.packages if p.state == "missing"]
     if missing:
         print(f"tpu2edge export cannot run here: missing {', '.join(missing)}")
         pins = [f"{p.name}=={p.tested}" for p in found.packages if p.name in missing]
-        print(f"next: pip install {' '.join(pins)}")
+        print(f"next: pip install 'tpu2edge[export]' {' '.join(pins)}")
     else:
         print("tpu2edge export cannot run here: LiteRT does not run (see above)")
         print("next: pip install --force-reinstall --no-deps ai-edge-litert")

@@ -13,8 +13,10 @@ import numpy as np
 from tpu2edge.errors import DataError, DeviceError, OptionError, Place
 from tpu2edge.runtime_check.budget import Budget
 from tpu2edge.runtime_check.devices.cache import CachedSession
+from tpu2edge.runtime_check.devices.checks import DeviceChecks, check_session
 from tpu2edge.runtime_check.devices.client import Session, Tap
 from tpu2edge.runtime_check.devices.profiles import Profile
+from tpu2edge.runtime_check.devices.runners import launch_of
 from tpu2edge.runtime_check.metrics import OutputMeter, OutputMetrics
 from tpu2edge.runtime_check.reference.store import Reference, ReferenceWriter
 from tpu2edge.runtime_check.report.cases import (
@@ -49,6 +51,7 @@ __all__ = [
     "fit_sample",
     "is_host",
     "noise_floor",
+    "opened",
     "real_values",
 ]
 
@@ -70,6 +73,7 @@ def check_model(
     other_outputs: frozenset[str] = frozenset(),
     keep: Path | None = None,
     metric: TaskMetric | None = None,
+    device_checks: bool = False,
     log: IO[bytes] | None = None,
     progress: Progress = no_progress,
 ) -> ParityReport:
@@ -94,6 +98,9 @@ def check_model(
         other_outputs: outputs of the file's other signatures, which the budget may name, too.
         keep: folder to keep the file's outputs in, as a reference of provider "litert".
         metric: the user's own, over all samples: a case of its own, held to ``budget.task``.
+        device_checks: run the first sample again, and with more threads (or one), and report the
+            figures (``report.devices``). An output that is not repeated within what the profile's
+            tolerance allows is a FAIL.
         log: where the worker's stderr goes.
         progress: told about each sample.
 
@@ -112,7 +119,8 @@ def check_model(
         raise OptionError(f"--budget names no output {unknown}", do=f"outputs: {known}")
     constant = constant_outputs | budget.may_be_constant
     device = profile.name if profile is not None else "host"
-    if profile is not None and (added := profile.tolerance.range_error(model.recipe)):
+    added = profile.tolerance.range_error(model.recipe) if profile is not None else 0.0
+    if profile is not None and added:
         budget = budget.relaxed(
             added, f"{device} may add {added:g} of the range ({profile.tolerance.name})"
         )
@@ -120,20 +128,27 @@ def check_model(
     if not len(reference):
         raise DataError("the reference holds no sample", do="give at least one sample")
 
-    def report(found: tuple[CaseReport, ...], times: Mapping[str, Any]) -> ParityReport:
+    def report(
+        found: tuple[CaseReport, ...],
+        times: Mapping[str, Any],
+        devices: Mapping[str, Any] | None = None,
+    ) -> ParityReport:
         return ParityReport(
             cases=found,
             reference=reference.describe(),
             data_kind=str(reference.data.get("kind", "unknown")),
             samples=len(reference),
             times=times,
+            devices=devices or {},
         )
 
     stage = f"check {model.path.name} on {device}"
     times: dict[str, Any] = {}
     given: list[Tensors] | None = [] if metric is not None else None
+    first: list[Tensors] = []
+    checks: DeviceChecks | None = None
     try:
-        with _opened(model.path, profile, threads, log) as session:
+        with opened(model.path, profile, threads, log) as session:
             actual = _matching(session.signatures, signature, expected.name)
             if fault := _missing_outputs(expected, actual):
                 return report(cases.all(Verdict.FAIL, fault), {})
@@ -155,19 +170,71 @@ def check_model(
                 ),
                 lambda done: progress(stage, done, len(reference)),
                 given,
+                first,
             )
             which = f"#{actual.name}" if len(session.signatures) > 1 else ""
-            times[f"{model.path.name}@{device}{which}"] = {
+            key = f"{model.path.name}@{device}{which}"
+            times[key] = {
                 **session.times,
                 "peak_rss_kb": session.peak_rss_kb,
             }
+            if device_checks:
+                progress(f"{stage}: once more")
+                sample = fit_sample(reference.inputs(0), actual, reference.sample_ids[0])
+                used = threads or (profile.threads if profile is not None else 1)
+                checks = _checks(session, actual.name, sample, first[0], used, log)
     except DeviceError as error:
         reason = Reason(code=f"device-{error.step}", text=str(error))
         return report(cases.all(Verdict.ERROR, reason), {})
     found = tuple(cases.judge(meters[name], name, constant) for name in names)
+    if checks is not None:
+        found = tuple(_with_checks(case, checks, added) for case in found)
     if metric is not None and given is not None:
         found += (cases.judge_task(_task_value(metric, reference, given)),)
-    return report(found, times)
+    if checks is None:
+        return report(found, times)
+    figures = {"model": model.path.name, "recipe": model.recipe, "signature": expected.name}
+    return report(found, times, {key: {**figures, **checks.to_json()} for key in times})
+
+
+#: Threads that one thread is compared with: what phones have of fast cores.
+_MANY_THREADS = 4
+
+#: Other threads sum in another order; float32 in a range that no profile has to allow.
+_THREAD_RANGE_ERROR = 1e-5
+
+
+def _checks(
+    session: Session | CachedSession,
+    signature: str,
+    sample: Tensors,
+    outputs: Tensors,
+    used: int,
+    log: IO[bytes] | None,
+) -> DeviceChecks:
+    threads = (used, _MANY_THREADS if used == 1 else 1)
+    if isinstance(session, CachedSession):
+        return session.checks(signature, sample, outputs, threads=threads)
+    return check_session(session, signature, sample, outputs, threads=threads, log=log)
+
+
+def _with_checks(case: CaseReport, checks: DeviceChecks, allowed: float) -> CaseReport:
+    """A case with what running it again has shown; ``allowed`` is what the device may add."""
+    reasons = list(case.reasons)
+    verdict = case.verdict
+    repeat = checks.repeat_range_error.get(case.output)
+    if repeat is not None:
+        text = f"the same input gave another output the second time, by {repeat:.2g} of its range"
+        if repeat > allowed:
+            verdict = Verdict.FAIL
+            reasons.insert(0, Reason(code="not-repeatable", text=text))
+        else:
+            reasons.append(Reason(code="flag-not-repeatable", text=text))
+    moved = checks.thread_range_error.get(case.output, 0.0)
+    if moved > max(allowed, _THREAD_RANGE_ERROR):
+        text = f"1 and {checks.threads} threads differ by {moved:.2g} of its range"
+        reasons.append(Reason(code="flag-threads", text=text))
+    return replace(case, verdict=verdict, reasons=tuple(reasons))
 
 
 def is_host(profile: Profile | None) -> bool:
@@ -175,11 +242,18 @@ def is_host(profile: Profile | None) -> bool:
     return profile is None or profile.name == "host"
 
 
-def _opened(
-    model: Path, profile: Profile | None, threads: int | None, log: IO[bytes] | None
+def opened(
+    model: Path, profile: Profile | None, threads: int | None, log: IO[bytes] | None = None
 ) -> Session | CachedSession:
-    if profile is None or is_host(profile):
+    """A file on a device, ready to run; what another device than the host gives is kept.
+
+    Raises:
+        DeviceError: the device is not ready, or LiteRT refuses the file.
+    """
+    if profile is None:
         return Session(model, threads=threads, log=log)
+    if is_host(profile):
+        return Session(model, launch=launch_of(profile), threads=threads, log=log)
     return CachedSession(model, profile, threads=threads, log=log)
 
 
@@ -371,6 +445,7 @@ def _run(
     side: _Side,
     done: Any,
     given: list[Tensors] | None = None,  # takes all outputs
+    first: list[Tensors] | None = None,  # takes those of the first sample, as they are stored
 ) -> dict[str, _Output]:
     expected = reference.signature
     outputs = {spec.name: _new_output(spec.name, side) for spec in expected.outputs}
@@ -384,6 +459,8 @@ def _run(
     for index, stored in zip(range(len(reference)), runs, strict=True):
         got = {name: real_values(stored[name], specs[name]) for name in outputs}
         _gather(outputs, expected, reference, side, index, got)
+        if first is not None and not index:
+            first.append({name: np.array(value) for name, value in stored.items()})
         if given is not None:
             given.append({name: np.array(value) for name, value in got.items()})
         if writer is not None:

@@ -19,6 +19,7 @@ from typing import IO, Any, Self
 import numpy as np
 
 from tpu2edge.files import canonical_json, sha256_of, sha256_of_arrays, write_atomically
+from tpu2edge.runtime_check.devices.checks import DeviceChecks, check_session
 from tpu2edge.runtime_check.devices.client import DEFAULT_TIMEOUT_S, Session
 from tpu2edge.runtime_check.devices.profiles import Profile
 from tpu2edge.runtime_check.devices.runners import launch_of
@@ -100,7 +101,7 @@ class CachedSession:
         """End the device's process, if one was started, and keep the folder small."""
         if self._session is None:
             return
-        self._write_record(self._session)
+        self._write_record()
         self._session.close()
         self._session = None
         _shrink(self._root)
@@ -123,6 +124,41 @@ class CachedSession:
                     outputs = next(fresh)
                     self._keep(path, outputs)
                 yield outputs
+
+    def checks(
+        self, signature: str, sample: Tensors, outputs: Tensors, *, threads: tuple[int, int]
+    ) -> DeviceChecks:
+        """What :func:`check_session` finds, or what it found when the outputs were made.
+
+        Raises:
+            DeviceError: as of :func:`check_session`.
+        """
+        key = f"{_sample_key(signature, sample)}.checks.json"
+        try:
+            return DeviceChecks.from_json(json.loads((self._folder / key).read_text()))
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # not made yet, or damaged
+        # Copies: the session's own are of the last run, and get the check's runs besides.
+        times, peak = dict(self.times), self.peak_rss_kb
+        session = self._started()
+        if not times.get("samples"):  # outputs are kept, what was measured then is lost
+            (_,) = session.run(signature, [sample])
+            times, peak = dict(session.times), session.peak_rss_kb
+        found = check_session(
+            session,
+            signature,
+            sample,
+            outputs,
+            threads=threads,
+            times=times,
+            peak_rss_kb=peak,
+            log=self._log,
+            timeout_s=self._timeout_s,
+        )
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._folder / key, canonical_json(found.to_json()))
+        return found
 
     def _run(self, signature: str, samples: list[Tensors]) -> Iterator[dict[str, Array]]:
         session = self._started()
@@ -160,13 +196,13 @@ class CachedSession:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def _write_record(self, session: Session) -> None:
+    def _write_record(self) -> None:
         record = {
-            "signatures": [signature.to_json() for signature in session.signatures],
-            "times": session.times,
-            "peak_rss_kb": session.peak_rss_kb,
+            "signatures": [signature.to_json() for signature in self.signatures],
+            "times": self.times,
+            "peak_rss_kb": self.peak_rss_kb,
         }
-        if not session.times.get("samples"):
+        if not self.times.get("samples"):
             return
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -88,6 +88,11 @@ class CaseReport:
     task: TaskValue | None = None  # a case of the user's own metric, over all outputs
     against_host: OutputMetrics | None = None  # on another device: the same file on this machine
 
+    @property
+    def in_words(self) -> str | None:
+        """Which step spends most of the error and what that means; None without a split."""
+        return _in_words(self)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         split = None
@@ -175,6 +180,8 @@ class ParityReport:
     data_kind: str  # "synthetic", "files", …
     samples: int
     times: Mapping[str, Any] = field(default_factory=dict)  # per model file and device, ms
+    # By the same keys: DeviceChecks.to_json() with the model's name, recipe and signature.
+    devices: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Verdict:
@@ -250,6 +257,8 @@ class ParityReport:
             data["device_words"] = list(words)
         if times:
             data["times"] = dict(self.times)
+            if self.devices:
+                data["devices"] = dict(self.devices)
         return data
 
     @classmethod
@@ -261,11 +270,17 @@ class ParityReport:
             data_kind=data["data"],
             samples=data["samples"],
             times=data.get("times", {}),
+            devices=data.get("devices", {}),
         )
 
     def merged(self, other: ParityReport) -> ParityReport:
         """Both reports as one; the line on the reference is this one's."""
-        return replace(self, cases=self.cases + other.cases, times={**self.times, **other.times})
+        return replace(
+            self,
+            cases=self.cases + other.cases,
+            times={**self.times, **other.times},
+            devices={**self.devices, **other.devices},
+        )
 
 
 _STEP_WORDS = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu2edge.errors import DataError, DeviceError, ExportError, OptionError, Place
+from tpu2edge.extras import need_modules
 from tpu2edge.files import named_digest
 from tpu2edge.folders import refuse_existing, staged
 from tpu2edge.requests import CaptureRequest, ImportRequest
@@ -99,6 +100,7 @@ def capture(
         DeviceError: the model is on a device that is not there, or on several.
         BundleError: something is there already.
     """
+    need_modules("capturing outputs", ("torch",))
     import torch
 
     kind: dict[str, Any]
@@ -150,6 +152,7 @@ def capture_source(
     """The same for a model named on the command line; see :func:`capture`."""
     refuse_existing(request.output, force=request.force, kind=_KIND)
     progress("import torch")
+    need_modules("tpu2edge capture", ("torch",))
     from tpu2edge.export.checkpoints import checkpoint_digest, load_checkpoint
     from tpu2edge.export.sources import load_source
 

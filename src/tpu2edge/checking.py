@@ -1,17 +1,18 @@
 """A comparison alone: a ``.tflite`` or a bundle with a reference.
 
-``check_parity`` is the Python API, ``check_target`` the same from what the command line was given.
+``check_parity`` is the Python API, ``check_target`` the same from what the command line was given, and
+:class:`BundleSuite` a bundle's own comparisons one by one, for the pytest plugin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from tpu2edge import references
-from tpu2edge.bundle import load_bundle
+from tpu2edge.bundle import Bundle, load_bundle
 from tpu2edge.errors import BundleError, OptionError
 from tpu2edge.files import sha256_of
 from tpu2edge.logs import log_stream
@@ -22,10 +23,11 @@ from tpu2edge.types import EdgeModel, NoteSink, Progress, no_progress
 
 if TYPE_CHECKING:
     from tpu2edge.runtime_check.budget import Budget
+    from tpu2edge.runtime_check.devices.profiles import Profile
     from tpu2edge.runtime_check.parity import ParityReport
     from tpu2edge.runtime_check.reference import Reference
 
-__all__ = ["check_parity", "check_target"]
+__all__ = ["BundleSuite", "check_parity", "check_target"]
 
 
 def check_parity(
@@ -82,6 +84,72 @@ def check_parity(
     )
 
 
+class BundleSuite:
+    """The comparisons that a bundle was made with, one file, signature and device at a time."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.bundle = bundle
+        self._truths: dict[str, Truth] = {}
+
+    def truth(self, signature: str) -> Truth:
+        """What the files' signature is held to."""
+        if signature not in self._truths:
+            self._truths[signature] = truth_of(self.bundle, signature)
+        return self._truths[signature]
+
+    @cached_property
+    def budgets(self) -> dict[str, Budget]:
+        """The budget that each recipe was held to."""
+        from tpu2edge.runtime_check.budget import Budget
+
+        models = self.bundle.manifest["models"]
+        return {entry["recipe"]: Budget.from_json(entry["budget"]) for entry in models}
+
+    @cached_property
+    def outputs(self) -> frozenset[str]:
+        """The outputs that a budget may name: of every signature, and those with a bound."""
+        models = self.bundle.models
+        found = {spec.name for m in models for s in m.signatures for spec in s.outputs}
+        for entry in self.bundle.manifest["models"]:
+            found.update(entry["budget"]["outputs"])
+        return frozenset(found)
+
+    def check(
+        self,
+        model: EdgeModel,
+        signature: str,
+        profile: Profile,
+        *,
+        threads: int | None = None,
+        log: IO[bytes] | None = None,
+    ) -> ParityReport:
+        """One signature of one file on one device, held to the recipe's budget.
+
+        Raises:
+            InputError: the bundle's parts do not fit one another.
+        """
+        from tpu2edge.runtime_check.budget import default_budget
+        from tpu2edge.runtime_check.parity import check_model
+
+        truth = self.truth(signature)
+        return check_model(
+            model,
+            truth.reference,
+            self.budgets[model.recipe],
+            oracle=truth.oracle,
+            eager=truth.eager,
+            conversion=default_budget("float32"),
+            floor=truth.floor,
+            profile=profile,
+            threads=threads,
+            signature=signature,
+            constant_outputs=self.bundle.constant_outputs(signature),
+            other_outputs=self.outputs,
+            device_checks=True,
+            log=log,
+        )
+
+
 def check_target(
     request: CheckRequest,
     *,
@@ -93,7 +161,7 @@ def check_target(
 
     A bundle brings its own reference and budgets; a ``.tflite`` needs ``reference``.
     """
-    from tpu2edge.runtime_check.budget import Budget, default_budget
+    from tpu2edge.runtime_check.budget import default_budget
     from tpu2edge.runtime_check.parity import ParityReport, check_model
     from tpu2edge.runtime_check.reference import Reference
     from tpu2edge.runtime_check.task_metric import load_task_metric
@@ -106,20 +174,16 @@ def check_target(
     checks: list[tuple[Truth, frozenset[str]]] = []
     if request.target.is_dir():
         bundle = load_bundle(request.target)
-        stored = {entry["recipe"]: entry["budget"] for entry in bundle.manifest["models"]}
+        suite = BundleSuite(bundle)
         names = bundle.signatures if request.signature is None else (request.signature,)
         if request.reference:
             given = Reference.load(request.reference)
             checks = [(Truth(given, None), bundle.constant_outputs())]
         else:
-            checks = [(truth_of(bundle, name), bundle.constant_outputs(name)) for name in names]
+            checks = [(suite.truth(name), bundle.constant_outputs(name)) for name in names]
         models: Sequence[EdgeModel] = bundle.models
-        budgets = {
-            m.recipe: parse_budget(request.budgets, Budget.from_json(stored[m.recipe]))
-            for m in models
-        }
-        others = {spec.name for m in models for s in m.signatures for spec in s.outputs}
-        others.update(name for budget in stored.values() for name in budget["outputs"])
+        budgets = {m.recipe: parse_budget(request.budgets, suite.budgets[m.recipe]) for m in models}
+        others = suite.outputs
     else:
         if request.reference is None:
             raise OptionError(
@@ -134,7 +198,9 @@ def check_target(
         budgets = {
             "float32": parse_budget(request.budgets, default_budget("float32")),
         }
-        others = {spec.name for one, _ in checks for spec in one.reference.signature.outputs}
+        others = frozenset(
+            spec.name for one, _ in checks for spec in one.reference.signature.outputs
+        )
     with log_stream(log_path) as log:
         for device in devices:
             for model in models:
@@ -151,8 +217,9 @@ def check_target(
                         threads=thread_count(request.threads),
                         signature=request.signature,
                         constant_outputs=constant,
-                        other_outputs=frozenset(others),
+                        other_outputs=others,
                         metric=metric if place == 0 else None,
+                        device_checks=True,
                         log=log,
                         progress=progress,
                     )

@@ -21,6 +21,7 @@ import tpu2edge
 from tpu2edge.children import signal_name
 
 __all__ = [
+    "BASE",
     "TESTED",
     "Diagnosis",
     "Facility",
@@ -41,6 +42,9 @@ TESTED = {
     "numpy": "2.4.6",
     "safetensors": "0.8.0",
 }
+
+#: What checking and running files needs of these; the others come with the extra "export".
+BASE = ("ai-edge-litert", "numpy", "safetensors")
 
 # On the training host only; none is needed to export.
 _TPU_PACKAGES = ("torch_tpu", "torch_xla", "torchax", "libtpu")
@@ -104,6 +108,13 @@ class Diagnosis:
         return self.litert.ok and not any(p.state == "missing" for p in self.packages)
 
     @property
+    def can_check(self) -> bool:
+        """Whether files can be run and checked: torch and the converter are not needed for it."""
+        return self.litert.ok and not any(
+            p.state == "missing" and p.name in BASE for p in self.packages
+        )
+
+    @property
     def exit_code(self) -> int:
         """0 when the main job can run, 4 when not."""
         return 0 if self.can_export else 4
@@ -115,6 +126,7 @@ class Diagnosis:
             "python": self.python,
             "platform": self.platform,
             "can_export": self.can_export,
+            "can_check": self.can_check,
             "packages": [
                 {
                     "name": p.name,

@@ -13,6 +13,7 @@ from tpu2edge import references
 from tpu2edge.bundle import Bundle
 from tpu2edge.errors import DataError, OptionError
 from tpu2edge.exporting import ExportJob
+from tpu2edge.extras import need_modules
 from tpu2edge.folders import refuse_existing
 from tpu2edge.logs import Stages
 from tpu2edge.options import (
@@ -165,6 +166,7 @@ def export_model(
         isolate=True,
     )
     refuse_existing(job.output, force=force)
+    need_modules("export_model")
     entries: Entries
     if isinstance(module, Mapping):
         from tpu2edge.export.sources import signatures_from_mapping
@@ -229,6 +231,7 @@ def export_source(
     dynamic, shapes = parse_dynamic(request.dynamic), parse_shapes(request.shapes)
     job.check_budgets()
     job.progress("import torch")
+    need_modules("tpu2edge export")
     from tpu2edge.export.checkpoints import checkpoint_digest, load_checkpoint
     from tpu2edge.export.sources import load_source
 

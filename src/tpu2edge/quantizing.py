@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 from tpu2edge.autotuning import search_checkpoint
 from tpu2edge.bundle import Bundle, load_bundle, modules_of_tensors
 from tpu2edge.errors import BundleError, DataError, OptionError
+from tpu2edge.extras import need_modules
 from tpu2edge.family import CALIBRATION, FLOAT, Family, FamilyOptions, Part
 from tpu2edge.files import named_digest, sha256_of
 from tpu2edge.flatbuffer import TfliteFile, read_tflite, signatures_of, summarize
@@ -159,6 +160,7 @@ class _Job:
     def run(self) -> Bundle:
         started = time.time()
         refuse_existing(self.output, force=self.force)
+        need_modules("quantizing", ("ai_edge_quantizer",))
         with (
             staged(self.output, force=self.force) as folder,
             log_stream(self.log_path or folder / "log.txt") as log,

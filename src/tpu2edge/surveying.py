@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tpu2edge.errors import DeviceError
+from tpu2edge.extras import need_modules
 from tpu2edge.requests import SurveyRequest
 from tpu2edge.types import Note, NoteSink, Progress, no_progress
 
@@ -39,6 +40,7 @@ def survey_source(
     check_precision(request.precision)
     names = [topology_named(n).generation for n in (request.generations or GENERATIONS)]
     progress("import torch")
+    need_modules("tpu2edge doctor --tpu", ("torch", "litert_torch", "jax"))
     from tpu2edge.export.blame import strip_wrapper
     from tpu2edge.export.program import trace_module, trace_program
     from tpu2edge.export.sources import load_source

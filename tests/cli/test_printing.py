@@ -46,7 +46,8 @@ def test_a_diagnosis_that_says_no_ends_with_what_to_install(
         facilities=(),
     )
     print_diagnosis(found)
-    assert capsys.readouterr().out.splitlines()[-2:] == [
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "tpu2edge check, tpu2edge devices and the pytest plugin can run here",
         "tpu2edge export cannot run here: missing torch",
-        "next: pip install torch==2.13.0",
+        "next: pip install 'tpu2edge[export]' torch==2.13.0",
     ]

@@ -77,6 +77,9 @@ def test_a_missing_needed_package_means_exit_4_and_another_version_only_a_warnin
         "absent",
     ]
     assert found(missing).exit_code == 4
+    assert found(missing).can_check  # files that are there can be run and compared
+    litert = doctor.Package(name="ai-edge-litert", installed=None, tested="2.3.0", needed=True)
+    assert not found(litert).can_check
     assert found(other, build, unneeded).exit_code == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -84,6 +85,64 @@ def test_the_wheel_says_its_licence_and_its_command(wheel):
         assert "tpu2edge = tpu2edge.cli:main" in archive.read(points).decode()
     assert "License-Expression: Apache-2.0" in text
     assert "Requires-Python: >=3.11" in text
+
+
+@pytest.mark.slow
+def test_torch_and_the_converter_come_with_the_extra_export_alone(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = [n for n in archive.namelist() if n.endswith("METADATA")]
+        text = archive.read(metadata).decode()
+    needed = re.findall(
+        r"^Requires-Dist: ([\w-]+)[^;\n]*(?:; extra == '(\w+)')?$", text.replace('"', "'"), re.M
+    )
+    base = {name for name, extra in needed if not extra}
+    assert base == {"ai-edge-litert", "flatbuffers", "numpy", "rich", "safetensors", "typer"}
+    heavy = {"torch", "litert-torch", "ai-edge-quantizer", "jax", "jaxlib"}
+    assert {name for name, extra in needed if extra == "export"} == heavy
+    assert {name for name, extra in needed if extra == "device"} == {"pytest"}
+
+
+@pytest.mark.slow
+def test_the_extra_device_is_enough_to_check_a_bundle_without_torch(wheel, tmp_path, affine_bundle):
+    """What a CI without torch does: install, check, run the bundle as tests."""
+    bundle = affine_bundle()
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=False)
+    python, command = home / "bin" / "python", home / "bin" / "tpu2edge"
+    keep = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    env = {**keep, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            list(map(str, words)),
+            capture_output=True,
+            text=True,
+            check=False,
+            env=env,
+            cwd=tmp_path,
+        )
+
+    install = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet")
+    constraints = ("--constraint", ROOT / "constraints.txt")
+    done = run(*install, *constraints, f"tpu2edge[device] @ {wheel.as_uri()}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for module in ("torch", "jax", "litert_torch", "ai_edge_quantizer"):
+        missing = run(python, "-c", f"import {module}")
+        assert f"No module named '{module}'" in missing.stderr
+    checked = run(command, "check", bundle, "--device", "host,reference")
+    assert checked.returncode == 0, checked.stderr
+    assert "8 outputs" in checked.stdout
+    assert run(command, "devices").returncode == 0
+    options = ("--tpu2edge-bundle", bundle, "--tpu2edge-device", "host,reference")
+    tested = run(python, "-m", "pytest", *options)
+    assert tested.returncode == 0, tested.stdout
+    assert "8 passed" in tested.stdout
+    refused = run(command, "export", "model.py", "-o", "made")
+    assert refused.returncode == 4
+    assert "pip install 'tpu2edge[export]'" in refused.stderr
+    doctor = run(command, "doctor")
+    assert doctor.returncode == 4
+    assert "tpu2edge check, tpu2edge devices and the pytest plugin can run here" in doctor.stdout
 
 
 @pytest.mark.slow
