@@ -22,6 +22,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import shutil
 import tempfile
 import time
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tpu2edge.errors import BundleError, OptionError, QuantizationError
-from tpu2edge.files import canonical_json, sha256_of, write_atomically
+from tpu2edge.files import canonical_json, sha256_of, temporary_beside, write_atomically
 from tpu2edge.flatbuffer import read_tflite
 from tpu2edge.quantize.apply import Ranges
 from tpu2edge.quantize.recipes import Recipe, recipe
@@ -221,7 +222,9 @@ def search(
             raise OptionError(f"unknown level '{unknown[0]}'", do=f"known: {', '.join(LEVELS)}")
     if optimize not in ("size", "latency"):
         raise OptionError(f"cannot optimize '{optimize}'", do="known: size, latency")
-    with tempfile.TemporaryDirectory(prefix=".tpu2edge-search-", dir=target.parent) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix=".tpu2edge-search-", dir=_scratch_place(source, target)
+    ) as folder:
         run = _Search(
             source=source,
             target=target,
@@ -239,6 +242,19 @@ def search(
             progress=progress,
         )
         return run.run()
+
+
+def _scratch_place(source: Path, target: Path) -> Path:
+    """Where the files that are only measured go: into memory if they are small beside it.
+
+    A search writes some gigabytes, and a disk that is busy with them is what it would wait for.
+    """
+    memory = Path("/dev/shm")
+    size = source.stat().st_size
+    fits = memory.is_dir() and os.access(memory, os.W_OK) and size <= _IN_MEMORY
+    if fits and shutil.disk_usage(memory).free >= 8 * size:
+        return memory
+    return target.parent
 
 
 class _Out(Exception):
@@ -323,6 +339,7 @@ _DERIVED_SHARE = 0.10  # of one that was, at another level
 _HOPE = 0.7  # what a guessed noise is multiplied by before it is measured
 _HOPE_SMALL = 0.3
 _MISSES = 40  # steps of 1.3 in the noise: 46 dB
+_IN_MEMORY = 512 << 20
 _ALIKE = 0.05
 _OBSTACLES = 8
 _ASTRAY = 2.0  # by how much a sum of noises may be off before its parts are measured again
@@ -366,6 +383,7 @@ class _Search:
         self.assignments: dict[str, Assignment] = {}
         self.best: Candidate | None = None
         self.on_disk = ""
+        self.built = ""  # what lies in scratch
         self.now = 0
         self.floor = 0.0
         self.kept_size = self.source.stat().st_size
@@ -392,11 +410,16 @@ class _Search:
             raise _Out
 
     def _build(self, what: Recipe, ranges: str | None) -> None:
-        if not what.rules:
-            shutil.copyfile(self.source, self.scratch)
+        key = self._key(what, ranges, "file")
+        if key == self.built:  # it is there
             return
-        known = self.ranges[ranges] if ranges is not None and what.needs_calibration else None
-        self.quantizer.quantize(self.scratch, what, known)
+        self.built = ""
+        if what.rules:
+            known = self.ranges[ranges] if ranges is not None and what.needs_calibration else None
+            self.quantizer.quantize(self.scratch, what, known)
+        else:
+            shutil.copyfile(self.source, self.scratch)
+        self.built = key
 
     def _measure(
         self, what: Recipe, ranges: str | None, kind: str, run: Callable[[Path], Evaluation]
@@ -461,7 +484,9 @@ class _Search:
         if key == self.on_disk:
             return
         self._build(row.recipe, row.ranges)
-        self.scratch.replace(self.target)
+        with temporary_beside(self.target) as temporary:
+            shutil.copyfile(self.scratch, temporary)
+            temporary.replace(self.target)
         write_atomically(
             self.target.with_suffix(".recipe.json"), canonical_json(row.recipe.to_json())
         )
