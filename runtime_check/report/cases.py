@@ -207,7 +207,7 @@ class ParityReport:
 
     @property
     def device_words(self) -> tuple[str, ...]:
-        """Where a device gives another verdict than this machine, one sentence each."""
+        """Where a device's numbers give another verdict than this machine's, one sentence each."""
         host = {
             (c.model, c.signature, c.output): c.verdict for c in self.cases if c.device == "host"
         }
@@ -215,6 +215,8 @@ class ParityReport:
         for case in self.cases:
             here = host.get((case.model, case.signature, case.output))
             if case.device == "host" or here is None or here is case.verdict:
+                continue
+            if Verdict.ERROR in (here, case.verdict):  # it broke: that says nothing of its numbers
                 continue
             text = (
                 f"{case.recipe}, '{case.output}': {here} on host, {case.verdict} on {case.device}"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import types
@@ -162,8 +163,12 @@ def test_inspect_shows_names_operators_and_what_stayed_float(
     assert "role" in capsys.readouterr().out
 
 
-def test_inspect_takes_a_folder_and_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(DATA), "--json", "--tensors"]) == 0
+def test_inspect_takes_a_folder_and_prints_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in DATA.glob("small.*.tflite"):
+        shutil.copy(file, tmp_path)
+    assert main(["inspect", str(tmp_path), "--json", "--tensors"]) == 0
     models = json.loads(capsys.readouterr().out)["models"]
     assert [Path(m["path"]).name for m in models] == [
         "small.dynamic_wi8_afp32.tflite",
@@ -286,7 +291,10 @@ def test_export_hands_every_option_on(exported: dict[str, Any], tmp_path: Path) 
     arguments += " --dynamic x.0=1:4 --signature-name run --recipe a --recipe b --budget sqnr>=30dB"
     arguments += " --shapes x=1,2 --channels-last x --channels-last-output y"
     arguments += " --device host --device qemu --threads 2 --seed 7 --force"
-    arguments += " --reference tpu-emulated:v6e@high"
+    arguments += " --reference tpu-emulated:v6e@high --recipe-file r.json --keep-float head"
+    arguments += " --calibration-data c.npz --calibration-method mse --metric m.py:top1"
+    arguments += " --optimize latency --max-size 40% --max-latency 1.1 --time-limit 60"
+    arguments += " --device-file d.toml"
     assert main(["export", *arguments.split()]) == 1
     assert (exported["job"], exported["output"]) == ("export", Path("out"))
     assert exported["request"] == {
@@ -302,7 +310,17 @@ def test_export_hands_every_option_on(exported: dict[str, Any], tmp_path: Path) 
         "signature_name": "run",
         "recipes": ("a", "b"),
         "budgets": ("sqnr>=30dB",),
+        "recipe_files": (Path("r.json"),),
+        "keep_float": ("head",),
+        "calibration": ("c.npz",),
+        "estimator": "mse",
+        "metric": "m.py:top1",
+        "optimize": "latency",
+        "max_size": "40%",
+        "max_latency": "1.1",
+        "time_limit_s": 60.0,
         "devices": ("host", "qemu"),
+        "device_files": (Path("d.toml"),),
         "threads": 2,
         "seed": 7,
         "force": True,
@@ -325,7 +343,17 @@ def test_export_has_the_documented_defaults(exported: dict[str, Any]) -> None:
         "signature_name": "serving_default",
         "recipes": ("float32",),
         "budgets": (),
-        "devices": ("host",),
+        "recipe_files": (),
+        "keep_float": (),
+        "calibration": (),
+        "estimator": "minmax",
+        "metric": None,
+        "optimize": "size",
+        "max_size": None,
+        "max_latency": None,
+        "time_limit_s": None,
+        "devices": (),
+        "device_files": (),
         "threads": None,
         "seed": 0,
         "force": False,
