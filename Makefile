@@ -1,11 +1,17 @@
 # Two commands do all the set-up: `make demo` runs the main job, `make test` passes the tests.
+# `make devices` runs what the demo made on emulated phones and laptops.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 OUT ?= demo-out
 
-.PHONY: demo test test-all lint types clean
+# ARM kernel classes and x86 levels; `tpu2edge devices` tells what they stand for.
+DEVICES ?= arm-v8.0 arm-v8.2-dotprod arm-v9-i8mm laptop-avx2 laptop-sse41
+COMMA = ,
+SPACE = $(subst ,, )
+
+.PHONY: demo devices test test-all lint types clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +28,13 @@ $(PRETRAINED): $(STAMP) examples/pretrained/requirements.txt
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/digits/demo.py --output $(OUT)
+
+$(OUT)/bundle/manifest.json:
+	$(MAKE) demo
+
+devices: $(STAMP) $(OUT)/bundle/manifest.json
+	$(BIN)/tpu2edge devices install $(DEVICES)
+	$(BIN)/tpu2edge check $(OUT)/bundle --device host,$(subst $(SPACE),$(COMMA),$(strip $(DEVICES)))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

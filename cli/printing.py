@@ -81,6 +81,7 @@ class ParityRow:
     reasons: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()  # what to know about it, whatever the verdict
     split: str = ""  # which step spends the error, in words
+    largest: str = ""  # that step: "tpu", "device" …
     host_error: float | None = None  # largest difference to this machine, over the range
     is_tpu: bool = False  # whether it is held to a TPU's outputs
 
@@ -107,6 +108,7 @@ def _row(case: Mapping[str, Any]) -> ParityRow:
         reasons=tuple(r["text"] for r in case["reasons"] if not r["code"].startswith("flag-")),
         flags=tuple(r["text"] for r in case["reasons"] if r["code"].startswith("flag-")),
         split=case.get("in_words") or "",
+        largest=(case["error_split"] or {}).get("largest", ""),
         is_tpu=bool((case["error_split"] or {}).get("tpu_db")),
         host_error=None
         if (against := case.get("against_host")) is None or against["range_error"] is None
@@ -352,7 +354,9 @@ def print_parity(
         lines = [(row.verdict, text) for text in row.reasons]
         if row.verdict != "PASS":
             lines = lines or [(row.verdict, f"outside of {row.budget}")]
-        if row.split and (row.verdict != "PASS" or (row.is_tpu and table)):
+        # Of a device that adds little the table says all: the other steps are those of the host.
+        is_told = row.is_tpu and table and (row.device == "host" or row.largest == "device")
+        if row.split and (row.verdict != "PASS" or is_told):
             lines.append(("", row.split))
         lines += [("note", text) for text in row.flags] if table else []
         for word, text in lines:

@@ -15,7 +15,7 @@ from tpu2edge.runtime_check.budget import Budget
 from tpu2edge.runtime_check.devices.cache import CachedSession
 from tpu2edge.runtime_check.devices.checks import DeviceChecks, check_session
 from tpu2edge.runtime_check.devices.client import Session, Tap
-from tpu2edge.runtime_check.devices.profiles import Profile
+from tpu2edge.runtime_check.devices.profiles import Profile, profile_named
 from tpu2edge.runtime_check.devices.runners import launch_of
 from tpu2edge.runtime_check.metrics import OutputMeter, OutputMetrics
 from tpu2edge.runtime_check.reference.store import Reference, ReferenceWriter
@@ -270,7 +270,9 @@ def _host_outputs(
     )
     specs = {spec.name: spec for spec in actual.outputs}
     try:
-        with Session(model.path, threads=threads, log=log) as session:
+        # Kept, as a device's: with five devices the file runs here once.
+        here = CachedSession(model.path, profile_named("host"), threads=threads, log=log)
+        with here as session:
             return [
                 {name: real_values(array, specs[name]) for name, array in outputs.items()}
                 for outputs in session.run(actual.name, feeds)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -135,7 +136,8 @@ class CachedSession:
         """
         key = f"{_sample_key(signature, sample)}.checks.json"
         try:
-            return DeviceChecks.from_json(json.loads((self._folder / key).read_text()))
+            kept = DeviceChecks.from_json(json.loads((self._folder / key).read_text()))
+            return replace(kept, device=self.device)  # a name is not in the folder's key
         except (OSError, ValueError, KeyError, TypeError):
             pass  # not made yet, or damaged
         # Copies: the session's own are of the last run, and get the check's runs besides.

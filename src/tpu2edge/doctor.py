@@ -41,10 +41,11 @@ TESTED = {
     "jaxlib": "0.10.2",
     "numpy": "2.4.6",
     "safetensors": "0.8.0",
+    "flatbuffers": "25.12.19",
 }
 
 #: What checking and running files needs of these; the others come with the extra "export".
-BASE = ("ai-edge-litert", "numpy", "safetensors")
+BASE = ("ai-edge-litert", "flatbuffers", "numpy", "safetensors")
 
 # On the training host only; none is needed to export.
 _TPU_PACKAGES = ("torch_tpu", "torch_xla", "torchax", "libtpu")

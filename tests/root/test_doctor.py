@@ -29,9 +29,15 @@ def test_every_package_that_the_project_depends_on_at_runtime_is_looked_at() -> 
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {d.split(">")[0].split("<")[0].split("=")[0] for d in project["dependencies"]}
+
+    def names(texts: list[str]) -> set[str]:
+        return {text.split(">")[0].split("<")[0].split("=")[0] for text in texts}
+
     # typer and rich draw this very output: without them nothing would be printed.
-    assert wanted - {"typer", "rich"} <= set(doctor.TESTED)
+    assert names(project["dependencies"]) - {"typer", "rich"} == set(doctor.BASE)
+    assert names(project["optional-dependencies"]["export"]) | set(doctor.BASE) <= set(
+        doctor.TESTED
+    )
 
 
 def test_this_machine_can_export_and_litert_really_ran() -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -319,21 +318,6 @@ def test_a_reference_without_samples_is_refused(right, tmp_path):
     )
     with pytest.raises(DataError, match="no sample"):
         check_model(right, writer.close(), FLOAT)
-
-
-def test_a_worker_that_dies_is_an_error_for_all_outputs_and_no_exception(right, reference):
-    code = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    report = check_model(
-        right, reference, FLOAT, command=[sys.executable, "-c", code], device="phone"
-    )
-    assert report.verdict is Verdict.ERROR
-    assert report.exit_code == 4
-    for case in report.cases:
-        assert case.verdict is Verdict.ERROR
-        assert codes(case) == ["device-start"]
-        assert "SIGSEGV" in case.reasons[0].text
-        assert case.device == "phone"
-    assert check_model(right, reference, FLOAT).verdict is Verdict.PASS
 
 
 def test_a_worker_killed_between_samples_is_an_error_not_a_fail(right, reference, monkeypatch):
