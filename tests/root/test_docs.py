@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shlex
@@ -15,12 +16,15 @@ from typer.main import get_command
 from tpu2edge.cli.app import app
 from tpu2edge.quantize.recipes import PLAIN_NAMES, RECIPES
 from tpu2edge.runtime_check.budget import default_budget
+from tpu2edge.runtime_check.devices.profiles import TOLERANCE_CLASSES, profiles
 
 ROOT = Path(__file__).parents[2]
+PLUGIN = ROOT / "src" / "tpu2edge" / "pytest_plugin.py"
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
     "docs/budgets.md",
+    "docs/devices.md",
     "docs/quantization.md",
     "docs/architecture.md",
     "docs/devices.md",
@@ -69,6 +73,10 @@ def test_every_other_command_in_the_documents_names_files_and_targets_that_exist
             files = [word for word in words if word.startswith(("examples/", "constraints"))]
             assert files
             assert all((ROOT / file).is_file() for file in files)
+        elif words[0] == "pytest":
+            options = [word for word in words if word.startswith("--tpu2edge")]
+            assert options
+            assert all(f'"{option.split("=")[0]}"' in PLUGIN.read_text() for option in options)
         else:
             assert words[0] == "tpu2edge"
 
@@ -76,6 +84,8 @@ def test_every_other_command_in_the_documents_names_files_and_targets_that_exist
 def test_the_marked_blocks_of_the_readme_run_in_order(tmp_path: Path) -> None:
     beside = str(Path(sys.executable).parent)
     env = {**os.environ, "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}"}
+    if not importlib.metadata.entry_points(group="pytest11", name="tpu2edge"):
+        env["PYTEST_PLUGINS"] = "tpu2edge.pytest_plugin"  # a path entry in place of an install
     ran = 0
     for block in blocks("README.md"):
         mark = block["mark"] or ""
@@ -98,6 +108,10 @@ def test_the_marked_blocks_of_the_readme_run_in_order(tmp_path: Path) -> None:
             ran += 1
     assert ran == 4
     assert (tmp_path / "out" / "model.dynamic_wi8_afp32.tflite").is_file()
+    report = (tmp_path / "report.xml").read_text()
+    assert "dynamic_wi8_afp32.arm-v8.2-dotprod" in report
+    assert "<failure" not in report
+    assert "<error" not in report
 
 
 def test_files_linked_from_the_documents_exist() -> None:
@@ -131,3 +145,13 @@ def test_the_table_of_recipes_has_every_recipe_and_every_other_name_is_told() ->
     told = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
     assert set(RECIPES) <= told <= {*RECIPES, *PLAIN_NAMES}
     assert all(f"`{name}`" in text for name in PLAIN_NAMES)
+
+
+def test_the_table_of_devices_has_every_profile_and_the_classes_are_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "devices.md").read_text()
+    rows = re.findall(r"^\| (`[^|]*`) \| [^|]+ \| [^|]+ \|$", text, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`([^`]+)`", row)} == set(profiles())
+    classes = dict(
+        re.findall(r"^\| `([\w-]+)` \| ([^|]+) \| [^|]+ \| [^|]+ \| [^|]+ \|$", text, re.M)
+    )
+    assert classes == dict(TOLERANCE_CLASSES)
