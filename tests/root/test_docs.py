@@ -107,7 +107,7 @@ def test_the_marked_blocks_of_the_readme_run_in_order(tmp_path: Path) -> None:
             )
             assert done.returncode == 0, done.stdout + done.stderr
             ran += 1
-    assert ran == 4
+    assert ran == 5
     assert (tmp_path / "out" / "model.dynamic_wi8_afp32.tflite").is_file()
     report = (tmp_path / "report.xml").read_text()
     assert "dynamic_wi8_afp32.arm-v8.2-dotprod" in report
