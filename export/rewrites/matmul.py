@@ -26,6 +26,7 @@ Tensor = torch.Tensor
 
 _MOST_DIMS = 5
 # The product with a vector that is reshaped to (1, 1, 1, n) becomes a BATCH_MATMUL of two shapes at once.
+# Only there: a barrier keeps a linear layer from becoming FULLY_CONNECTED with its bias.
 _MOST_DIMS_WHEN_THIN = 3
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 _RESHAPES = (
@@ -136,8 +137,11 @@ def keep_rank(program: ExportedProgram) -> int:
         thin = isinstance(value, Tensor) and any(
             isinstance(size, int) and size == 1 for size in value.shape[-2:]
         )
-        most = _MOST_DIMS_WHEN_THIN if thin else _MOST_DIMS
-        if not (any(_many(arg, most) for arg in node.all_input_nodes) or _used_by_many(node, most)):
+        if not (
+            any(_many(arg, _MOST_DIMS) for arg in node.all_input_nodes)
+            or _used_by_many(node, _MOST_DIMS)
+            or (thin and _used_by_many(node, _MOST_DIMS_WHEN_THIN, value.shape[-1]))
+        ):
             continue
         if barrier is None:
             from litert_torch.backend import optimization_barrier as module
@@ -176,12 +180,15 @@ def _many(node: Node, most: int) -> bool:
         node = node.args[0]  # type: ignore[assignment]
 
 
-def _used_by_many(node: Node, most: int) -> bool:
+def _used_by_many(node: Node, most: int, last: Any = None) -> bool:
+    """Whether ``node`` is reshaped to more dimensions than ``most``, the last one of size ``last``."""
     for user in node.users:
         value = user.meta.get("val")
         if user.target not in _RESHAPES or not isinstance(value, Tensor):
             continue
-        if value.dim() > most or _used_by_many(user, most):
+        if value.dim() > most and last in (None, value.shape[-1]):
+            return True
+        if _used_by_many(user, most, last):
             return True
     return False
 
