@@ -354,11 +354,11 @@ def test_a_saved_program_is_exported(folder: Path) -> None:
     ("options", "words"),
     [
         ({"recipes": ("dynamic_wi8",)}, "the closest is 'dynamic_wi8_afp32'"),
-        ({"recipes": ("static_wi8_ai8",)}, "needs calibration"),
+        ({"calibration": ("x.npz",)}, "static recipes"),
         ({"budgets": ("sqnr=30",)}, "is no bound"),
         ({"budgets": ("snr>=30dB",)}, "the closest is 'sqnr'"),
         ({"budgets": ("other:sqnr>=30dB",)}, "names no output"),
-        ({"devices": ("phone",)}, "known: host"),
+        ({"devices": ("phone",)}, "no device is called 'phone'"),
         ({"threads": 0}, "threads"),
         ({"dynamic": ("x=1:8",)}, "NAME.AXIS=MIN:MAX"),
         ({"dynamic": ("image.7=1:8",)}, "axes 0 to 3"),
