@@ -259,7 +259,7 @@ def calibrate(
                     _check_sample(signature, sample, position, plan.masks[name])
                     child.send_sample(name, [(entry.inputs[k], sample[k]) for k in entry.inputs])
                     count += 1
-                    progress("calibrating", count, known_total)
+                    progress("calibrate", count, known_total)
                 if count == before:
                     raise DataError(
                         f"signature '{name}' has no calibration samples", do="give at least one"

@@ -264,13 +264,12 @@ class Family:
             )
             noted.append(Note(code="calibration-data", text=text))
         self.say(noted)
-        self.progress("calibrate")
         measured = calibrate(
             self.base,
             data,
             estimators=estimators,
             threads=self.options.threads,
-            progress=lambda _, done=None, total=None: self.progress("calibrate", done, total),
+            progress=self.progress,
             log=self.log,
         )
         self.say(measured.notes)
