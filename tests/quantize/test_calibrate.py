@@ -394,9 +394,9 @@ def test_progress_is_told_with_every_sample(make_affine):
     samples = vectors([1, 2], [3, 4], [5, 6])
     path = make_affine([1, 1], [0, 0])
     calibrate(path, {KEY: samples}, progress=lambda *where: told.append(where))
-    assert told == [("calibrating", n, 3) for n in (1, 2, 3)]
+    assert told == [("calibrate", n, 3) for n in (1, 2, 3)]
     calibrate(path, {KEY: iter(samples)}, progress=lambda *where: told.append(where))
-    assert told[3:] == [("calibrating", n, None) for n in (1, 2, 3)]
+    assert told[3:] == [("calibrate", n, None) for n in (1, 2, 3)]
 
 
 def test_samples_are_read_one_at_a_time(make_affine):
