@@ -36,6 +36,8 @@ _PROBES = 4  # samples that a single layer's noise is measured on
 
 _ROUNDS = 3  # of the samples, for the latency
 
+_SLOWER = 1.1  # times on a shared machine differ by less than this between two runs of one file
+
 
 def search_checkpoint(output: Path) -> Path:
     """Where the search for the bundle ``output`` keeps what it has measured."""
@@ -275,6 +277,13 @@ def _notes(result: SearchResult, told: Mapping[str, Any], family: Family) -> lis
         text += f", {held.sqnr_db:.1f} dB on the {count - len(picks)} held out"
     text += f"; {result.evaluations} files run in {result.seconds:.0f} s"
     notes = [Note(code="search", text=text)]
+    took, whole = best.evaluation.latency_ms, result.float32.evaluation.latency_ms
+    if family.options.max_latency is None and took > _SLOWER * whole > 0:
+        text = (
+            f"auto: the file takes {took / whole:.2f} times as long as float32 here; --max-latency "
+            "100% searches for one that does not"
+        )
+        notes.append(Note(code="search-slower", text=text))
     if not result.finished:
         text = "the time limit ended the search: the best so far was taken; run it again to go on"
         notes.append(Note(code="search-time", text=text))
