@@ -226,6 +226,9 @@ def table(rows: dict[tuple[str, str], Row]) -> str:
         passed = ours is not None and ours["state"] == "pass"
         why = "" if ours is None or passed else str(ours.get("why", ""))
         why = why.replace("|", "/").replace("\n", " ")
+        why = re.sub(
+            r"\S*/(?:site-packages|benchmarks)/", "", why
+        )  # whose machine it was is no matter
         lines.append(f"| {name} | {_cell(ours)} | {_cell(bare)} | {why} |")
     return "\n".join(lines) + "\n"
 
