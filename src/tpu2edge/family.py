@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tpu2edge.quantize.apply import Applied, Ranges
     from tpu2edge.quantize.calibrate import Calibration
     from tpu2edge.quantize.recipes import Recipe
+    from tpu2edge.quantize.scan import QuantizationScan
     from tpu2edge.runtime_check.budget import Budget
     from tpu2edge.runtime_check.devices.client import Tap
     from tpu2edge.runtime_check.devices.profiles import Profile
@@ -172,8 +173,9 @@ class Family:
             for recipe in quantized:
                 file = self._file(recipe.name)
                 self.progress(f"quantize {recipe.name}")
-                applied = pending.result(recipe)
-                about = self._verified(file, applied)
+                applied, found, notes = pending.result(recipe)
+                self.say(notes)
+                about = _about(applied, found)
                 report, one = self._checked(file, recipe.name, about)
                 reports.append(report)
                 made.append(one)
@@ -295,22 +297,6 @@ class Family:
             self.say([Note(code="calibration-reused", text=text)])
             shutil.copyfile(file, own)
         return found
-
-    def _verified(self, file: Path, applied: Applied) -> dict[str, Any]:
-        """What the file holds; the user is told what is not as the recipe says."""
-        from tpu2edge.quantize.scan import verified
-
-        found, notes = verified(self.base, file, applied)
-        self.say(notes)
-        return {
-            "recipe_json": applied.recipe.to_json(),
-            "weights": {
-                "bytes_by_kind": dict(found.bytes_by_kind),
-                "float_share": round(found.float_share, 6),
-                "float": {w.tensor: w.why_float for w in found.weights if w.why_float is not None},
-                "size_ratio": round(found.size_ratio, 6),
-            },
-        }
 
     def _search(self) -> dict[str, Any]:
         from tpu2edge.autotuning import search_auto
@@ -438,6 +424,23 @@ def held_out_picks(count: int) -> list[int]:
     return list(range(1, count, 2))
 
 
+def _about(applied: Applied, found: QuantizationScan) -> dict[str, Any]:
+    """What the manifest says of a quantized file."""
+    return {
+        "recipe_json": applied.recipe.to_json(),
+        "weights": {
+            "bytes_by_kind": dict(found.bytes_by_kind),
+            "float_share": round(found.float_share, 6),
+            "float": {w.tensor: w.why_float for w in found.weights if w.why_float is not None},
+            "size_ratio": round(found.size_ratio, 6),
+        },
+    }
+
+
+#: What was done, what the file holds, and what the user should know.
+_Result = tuple["Applied", "QuantizationScan", "tuple[Note, ...]"]
+
+
 class _Pending:
     """Files being made by the quantizer's processes while others are checked."""
 
@@ -453,7 +456,7 @@ class _Pending:
         count = max(1, min(_at_once(base.stat().st_size), len(recipes)))
         self._pool = ThreadPoolExecutor(max_workers=count, thread_name_prefix="quantize")
         self._idle: list[Any] = []
-        self._futures: dict[str, Future[Applied]] = {
+        self._futures: dict[str, Future[_Result]] = {
             recipe.name: self._pool.submit(self._make, recipe, None)
             for recipe in recipes
             if not recipe.needs_calibration
@@ -467,20 +470,23 @@ class _Pending:
                 ranges = calibration.ranges(estimator, bits=activation_bits(recipe))
                 self._futures[name] = self._pool.submit(self._make, recipe, ranges)
 
-    def _make(self, recipe: Recipe, ranges: Ranges | None) -> Applied:
+    def _make(self, recipe: Recipe, ranges: Ranges | None) -> _Result:
         from tpu2edge.quantize.apply import Quantizer
+        from tpu2edge.quantize.scan import verified
 
         try:
             quantizer = self._idle.pop()
         except IndexError:
-            quantizer = Quantizer(self._base, log=self._log)
+            quantizer = Quantizer(self._base, log=self._log, remember=len(self._recipes) > 1)
+        file = self._file_of(recipe.name)
         try:
-            return quantizer.quantize(self._file_of(recipe.name), recipe, ranges)  # type: ignore[no-any-return]
+            applied = quantizer.quantize(file, recipe, ranges)
         finally:
             self._idle.append(quantizer)
+        return applied, *verified(self._base, file, applied)
 
-    def result(self, recipe: Recipe) -> Applied:
-        """What was done for ``recipe``; its error is raised here."""
+    def result(self, recipe: Recipe) -> _Result:
+        """What was done for ``recipe``, and what the file holds; its error is raised here."""
         return self._futures[recipe.name].result()
 
     def close(self) -> None:
@@ -511,4 +517,5 @@ def _at_once(size_bytes: int) -> int:
     except (OSError, StopIteration):
         return 1 if size_bytes > 100 << 20 else cores
     each = _BASE_BYTES + _TIMES_FILE * size_bytes
-    return max(1, min(cores, free * 1024 // 2 // each))
+    # One core is for what is run meanwhile: the files that are done, and calibration.
+    return max(1, min(cores - 1, free * 1024 // 2 // each))
