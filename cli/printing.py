@@ -226,7 +226,7 @@ def print_search(search: Mapping[str, Any]) -> None:
             continue
         levels = ", ".join(f"{count} {level}" for level, count in row["levels"].items())
         name = row["recipe"] + (f" ({row['ranges']})" if row["ranges"] else "")
-        chosen = row["size_bytes"] == best["size_bytes"] and row["levels"] == best["levels"]
+        chosen = all(row[key] == best[key] for key in ("recipe", "levels", "ranges", "size_bytes"))
         took, whole = row["searched"]["latency_ms"], base["searched"]["latency_ms"]
         both = (row["searched"], row["held_out"] or row["searched"])
         margin = min(float(figures["margin_db"]) for figures in both)

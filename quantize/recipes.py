@@ -348,7 +348,7 @@ def known_recipe(name: str) -> RecipeInfo:
     hint = f"the closest is '{close[0]}'; " if close else ""
     raise OptionError(
         f"unknown recipe '{name}'",
-        do=f"{hint}known: {', '.join(known)}; an integer recipe's name may end in "
+        do=f"{hint}known: auto, {', '.join(known)}; an integer recipe's name may end in "
         f"{' or '.join(f'-{ending}' for ending in _ENDINGS)}",
     )
 
