@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -16,16 +15,16 @@ from typing import IO, TYPE_CHECKING, Any
 from tpu2edge import bundle as bundles
 from tpu2edge import references
 from tpu2edge.autotuning import search_checkpoint
-from tpu2edge.bundle import Bundle, load_bundle
+from tpu2edge.bundle import Bundle
 from tpu2edge.delegates import note_of_xnnpack
-from tpu2edge.family import Family, FamilyOptions, Made, Part, refuse_twice
+from tpu2edge.family import Family, Made, Part, refuse_twice
 from tpu2edge.folders import staged
-from tpu2edge.logs import Stages, log_stream, warnings_to
+from tpu2edge.logs import log_stream, warnings_to
 from tpu2edge.places import taps_in, transposes_left
 from tpu2edge.sampling import SampleSet
 from tpu2edge.truths import Truth, TruthMaker
-from tpu2edge.types import Note, NoteSink
-from tpu2edge.writing import layers_in, write_contents
+from tpu2edge.types import Note
+from tpu2edge.writing import BundleJob, layers_in
 
 if TYPE_CHECKING:
     from tpu2edge.export.lower import Lowered
@@ -36,31 +35,16 @@ __all__ = ["ExportJob"]
 
 
 @dataclass(kw_only=True, slots=True)
-class ExportJob:
+class ExportJob(BundleJob):
     """What an export was asked for, and all its work."""
 
-    output: Path
-    family: FamilyOptions
-    seed: int
-    force: bool
-    progress: Stages
-    on_note: NoteSink | None
-    log_path: Path | None
     choice: references.ReferenceChoice
     isolate: bool  # convert in a process of its own; the command line's job is one already
-    notes: list[Note] = field(default_factory=list)
 
     def check_budgets(self) -> None:
         """Refuse a budget that cannot be read before any work is done."""
         for recipe in self.family.names:
             self.family.budget_of(recipe)
-
-    def _say(self, notes: Sequence[Note]) -> None:
-        for note in notes:
-            if note not in self.notes:
-                self.notes.append(note)
-                if self.on_note is not None:
-                    self.on_note(note)
 
     def run(
         self,
@@ -81,7 +65,7 @@ class ExportJob:
 
         started = time.time()
         self.check_budgets()
-        self._say(notes)
+        self.say(notes)
         with (
             keep_global_state(),  # importing litert_torch alone seeds torch and NumPy anew
             staged(self.output, force=self.force) as folder,
@@ -91,7 +75,7 @@ class ExportJob:
             self.progress("trace")
             programs = traced()
             for program in programs:
-                self._say(program.notes)
+                self.say(program.notes)
             came = next((p.quantization for p in programs if p.quantization), None)
             if came is not None:
                 refuse_twice(self.family.names)
@@ -101,11 +85,11 @@ class ExportJob:
                 isolate=self.isolate,
                 log=log,
                 progress=self.progress,
-                say=self._say,
+                say=self.say,
             )
             truths: list[tuple[str, Truth]] = []
             for program, samples in zip(programs, data(programs), strict=True):
-                self._say(samples.notes)
+                self.say(samples.notes)
                 where = "reference" if not truths else f"reference/{program.signature.name}"
                 truths.append((where, maker.make(folder / where, program, samples)))
             _release_memory()
@@ -115,36 +99,23 @@ class ExportJob:
                 for program, (where, truth) in zip(programs, truths, strict=True)
             ]
             if any(program.is_channels_last for program in programs):
-                self._say([transposes_left(base, lowered.nodes)])
-            self._say(note_of_xnnpack(base, lowered.nodes))
+                self.say([transposes_left(base, lowered.nodes)])
+            self.say(note_of_xnnpack(base, lowered.nodes))
             _release_memory()
             report, made = self._family(folder, parts, base, lowered, came, log)
             self.progress("write bundle")
             layers = layers_in([one.model.path for one in made], lowered.nodes)
-            self.progress.end()
-            write_contents(
+            self.write(
                 folder,
                 parts=parts,
                 report=report,
                 made=made,
                 layers=layers,
-                content={
-                    **provenance,
-                    "notes": [{"code": note.code, "text": note.text} for note in self.notes],
-                    "seed": self.seed,
-                    "threads": self.family.threads,
-                    "devices": [device.name for device in self.family.devices],
-                },
-                stages_s=self.progress.seconds,
+                content=provenance,
                 started=started,
+                log=log,
             )
-            if self.log_path is not None:
-                log.flush()
-                shutil.copyfile(self.log_path, folder / "log.txt")
-        self.progress("verify bundle")
-        bundle = load_bundle(self.output)
-        self.progress.end()
-        return bundle
+        return self.verified()
 
     def _lower(
         self, folder: Path, programs: Sequence[TracedProgram], log: IO[bytes]
@@ -157,7 +128,7 @@ class ExportJob:
             lowered = lower_isolated(lowerees, base, log=log, progress=self.progress)
         else:
             lowered = lower_programs(lowerees, base, progress=self.progress)
-        self._say(lowered.notes)
+        self.say(lowered.notes)
         return base, lowered
 
     def _family(
@@ -177,7 +148,7 @@ class ExportJob:
             modules=bundles.modules_of_tensors(base, lowered.nodes),
             nodes=lowered.nodes,
             progress=self.progress,
-            say=self._say,
+            say=self.say,
             log=log,
             checkpoint=search_checkpoint(self.output),
             as_it_came=came,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from tpu2edge.autotuning import search_checkpoint
 from tpu2edge.bundle import Bundle, load_bundle, modules_of_tensors
 from tpu2edge.errors import BundleError, DataError, OptionError
 from tpu2edge.extras import need_modules
-from tpu2edge.family import CALIBRATION, FLOAT, Family, FamilyOptions, Part
+from tpu2edge.family import CALIBRATION, FLOAT, Family, Part
 from tpu2edge.files import named_digest, sha256_of
 from tpu2edge.flatbuffer import TfliteFile, read_tflite, signatures_of, summarize
 from tpu2edge.folders import refuse_existing, staged
@@ -36,7 +36,7 @@ from tpu2edge.types import (
     Tensors,
     no_progress,
 )
-from tpu2edge.writing import write_contents
+from tpu2edge.writing import BundleJob
 
 if TYPE_CHECKING:
     from tpu2edge.runtime_check.budget import Budget
@@ -104,7 +104,7 @@ def quantize_model(
     job = _Job(
         source=source.path if isinstance(source, Bundle) else Path(source),
         output=Path(output),
-        options=options,
+        family=options,
         seed=seed,
         force=force,
         progress=Stages(progress),
@@ -127,7 +127,7 @@ def quantize_target(
     job = _Job(
         source=request.source,
         output=request.output,
-        options=options_of(request),
+        family=options_of(request),
         seed=request.seed,
         force=request.force,
         progress=Stages(progress),
@@ -141,21 +141,13 @@ def quantize_target(
 
 
 @dataclass(kw_only=True, slots=True)
-class _Job:
+class _Job(BundleJob):
     source: Path
-    output: Path
-    options: FamilyOptions
-    seed: int
-    force: bool
-    progress: Stages
-    on_note: NoteSink | None
-    log_path: Path | None = None
     reference: Path | None = None
     given: Reference | None = None
     inputs: tuple[Path, ...] = ()
     num_samples: int | None = None
     samples: Sequence[Sample | Mapping[str, Any]] | None = None
-    notes: list[Note] = field(default_factory=list)
 
     def run(self) -> Bundle:
         started = time.time()
@@ -174,14 +166,14 @@ class _Job:
                 layers = {}
             _refuse_quantized(base)
             family = Family(
-                options=self.options,
+                options=self.family,
                 folder=folder,
                 parts=parts,
                 base=base,
                 modules=modules,
                 nodes={},
                 progress=self.progress,
-                say=self._say,
+                say=self.say,
                 log=log,
                 checkpoint=search_checkpoint(self.output),
                 is_new=False,
@@ -189,37 +181,17 @@ class _Job:
             )
             report, made = family.run()
             self.progress("write bundle")
-            self.progress.end()
-            write_contents(
+            self.write(
                 folder,
                 parts=parts,
                 report=report,
                 made=made,
                 layers=layers,
-                content={
-                    **content,
-                    "notes": [{"code": note.code, "text": note.text} for note in self.notes],
-                    "seed": self.seed,
-                    "threads": self.options.threads,
-                    "devices": [device.name for device in self.options.devices],
-                },
-                stages_s=self.progress.seconds,
+                content=content,
                 started=started,
+                log=log,
             )
-            if self.log_path is not None:
-                log.flush()
-                shutil.copyfile(self.log_path, folder / "log.txt")
-        self.progress("verify bundle")
-        bundle = load_bundle(self.output)
-        self.progress.end()
-        return bundle
-
-    def _say(self, notes: Sequence[Note]) -> None:
-        for note in notes:
-            if note not in self.notes:
-                self.notes.append(note)
-                if self.on_note is not None:
-                    self.on_note(note)
+        return self.verified()
 
     # ---------------------------------------------------------------------------- from a bundle
 
@@ -330,7 +302,7 @@ class _Job:
         from tpu2edge.runtime_check.reference import Reference, ReferenceWriter
 
         truths: list[tuple[str, Truth]] = []
-        with Session(base, threads=self.options.threads, log=log) as session:
+        with Session(base, threads=self.family.threads, log=log) as session:
             for signature in signatures:
                 samples, source = self._samples(signature)
                 where = _where(truths, signature)
@@ -344,7 +316,7 @@ class _Job:
                 writer.close()
                 truths.append((where, Truth(Reference.load(folder / where), None)))
         text = "no --reference: the files are compared with the float file's own outputs"
-        self._say([Note(code="own-reference", text=text)])
+        self.say([Note(code="own-reference", text=text)])
         return truths
 
     def _samples(self, signature: Signature) -> tuple[list[Sample], dict[str, Any]]:
@@ -359,12 +331,12 @@ class _Job:
         if self.inputs:
             noted: list[Note] = []
             loaded = list(load_samples(self.inputs, signature.inputs, noted.append))
-            self._say(noted)
+            self.say(noted)
             source = {"kind": "files", "files": [named_digest(path) for path in self.inputs]}
             return loaded, source
         count = self.num_samples or _SAMPLES
         text = f"no --inputs: {count} samples of random numbers, which say little about quality"
-        self._say([Note(code="synthetic-data", text=text)])
+        self.say([Note(code="synthetic-data", text=text)])
         return _random_samples(signature, count, self.seed), {
             "kind": "synthetic",
             "seed": self.seed,
