@@ -51,6 +51,7 @@ from tpu2edge.quantize.sensitivity import (
     shared_bytes,
     units_of,
 )
+from tpu2edge.quantize.splicing import Splicer
 from tpu2edge.types import Progress, no_progress
 
 __all__ = [
@@ -344,6 +345,7 @@ _ALIKE = 0.05
 _OBSTACLES = 8
 _ASTRAY = 2.0  # by how much a sum of noises may be off before its parts are measured again
 _QUICK_MACS = 20_000_000  # models below are so quick that probes take all samples too
+_SPLICED = 8 << 20  # files below are made as quickly as they are patched
 
 _TIE = 0.005
 _FITS = 10  # rounds of steps 3 and 4
@@ -396,6 +398,10 @@ class _Search:
         self.measured_times: dict[str, float] = {}
         self.hurry = _TIE  # share of the float file's bytes that all of its time is worth
         self.scale = 1.0  # what sums of noises have to be multiplied by
+        self.splicer: Splicer | None = None
+        if self.source.stat().st_size >= _SPLICED:
+            patched = self.scratch.with_name("patched.tflite")
+            self.splicer = Splicer(self.file, patched, self._whole_file)
 
     # ---------------------------------------------------------------------------- measuring
 
@@ -409,10 +415,10 @@ class _Search:
         if self.max_evaluations is not None and len(self.memo.measured) >= self.max_evaluations:
             raise _Out
 
-    def _build(self, what: Recipe, ranges: str | None) -> None:
+    def _build(self, what: Recipe, ranges: str | None) -> Path:
         key = self._key(what, ranges, "file")
         if key == self.built:  # it is there
-            return
+            return self.scratch
         self.built = ""
         if what.rules:
             known = self.ranges[ranges] if ranges is not None and what.needs_calibration else None
@@ -420,9 +426,15 @@ class _Search:
         else:
             shutil.copyfile(self.source, self.scratch)
         self.built = key
+        return self.scratch
 
     def _measure(
-        self, what: Recipe, ranges: str | None, kind: str, run: Callable[[Path], Evaluation]
+        self,
+        what: Recipe,
+        ranges: str | None,
+        kind: str,
+        run: Callable[[Path], Evaluation],
+        make: Callable[[], Path] | None = None,
     ) -> Evaluation:
         key = self._key(what, ranges, kind)
         known = self.memo.measured.get(key)
@@ -430,11 +442,18 @@ class _Search:
             return known
         if kind != "held-out":
             self._check_time()
-        self._build(what, ranges)
-        evaluation = replace(run(self.scratch), size_bytes=self.scratch.stat().st_size)
+        path = make() if make is not None else self._build(what, ranges)
+        evaluation = replace(run(path), size_bytes=path.stat().st_size)
         self.now += 1
         self.memo.put(key, evaluation, self._seconds())
         return evaluation
+
+    def _whole_file(self, level: str) -> Path:
+        """A file that has all units at a level, to take weights from."""
+        target = self.scratch.with_name(f"{level}.tflite")
+        rules = rules_of(self.units, self._everywhere(level))
+        self.quantizer.quantize(target, Recipe(name="auto", rules=rules))
+        return target
 
     def _seconds(self) -> float:
         return self.memo.seconds + time.monotonic() - self.started
@@ -537,21 +556,24 @@ class _Search:
         alone = Recipe(name="auto", rules=rules_of(self.units, assignment))
         if not quick:
             self.fully.add((unit, level))
+        run, kind = self.probe, "probe"
+        if not quick or run is None:
+            run, kind = (lambda path: self.evaluator(path, held_out=False)), "full"
+        splicer = self.splicer if LEVELS[level].dequantizes else None
+        make = None
+        if splicer is not None and splicer.possible(self.units[unit]):
+            make, kind = (lambda: splicer.put(self.units[unit], level)), f"spliced {kind}"
         try:
-            if quick and self.probe is not None:
-                evaluation = self._measure(alone, None, "probe", self.probe)
-            else:
-                evaluation = self._measure(
-                    alone, None, "full", lambda path: self.evaluator(path, held_out=False)
-                )
+            evaluation = self._measure(alone, None, kind, run, make)
         except QuantizationError:  # upstream cannot, whatever its policy says
             self.model.measured[unit, level] = math.inf
             return
         noise = 10 ** (-evaluation.sqnr_db / 10) - self.floor
         self.model.measured[unit, level] = max(noise, 1e-15) if noise == noise else math.inf
-        self.model.bytes[unit, level] = (
-            evaluation.size_bytes - self.kept_size - shared_bytes(self.units, assignment)
-        )
+        if make is None:
+            self.model.bytes[unit, level] = (
+                evaluation.size_bytes - self.kept_size - shared_bytes(self.units, assignment)
+            )
         self.progress("search", len(self.memo.measured), None)
 
     # -------------------------------------------------------------------------------- steps
@@ -1046,9 +1068,9 @@ class _Search:
 
     def _raise_bar(self, failed: Candidate) -> None:
         assert failed.held_out is not None
-        # Above what just failed, by a part of what it lacked: the samples of the search flatter.
+        # Above what just failed, by what it lacked: so much the samples of the search flatter.
         lacked = -failed.held_out.budget_margin
-        step = min(1.0, max(0.1, lacked / 2)) if math.isfinite(lacked) else 1.0
+        step = min(2.0, max(0.1, lacked)) if math.isfinite(lacked) else 2.0
         self.bar = max(self.bar, failed.evaluation.budget_margin) + step
         self.best = None
         for row in sorted(self.rows.values(), key=self._cost):

@@ -369,6 +369,31 @@ def test_on_real_files_it_finds_what_trying_all_finds(chain: Path, real: Real, t
     assert found.evaluations < 40
 
 
+def test_weights_rounded_in_place_lead_to_the_same_file_with_fewer_made(
+    chain: Path, real: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real.target_db = 36.0
+    made: list[int] = []
+    best: list[bytes] = []
+    for least in (1 << 40, 0):
+        monkeypatch.setattr("tpu2edge.quantize.search._SPLICED", least)
+        with Quantizer(chain, remember=True) as quantizer:
+            real_quantize, count = quantizer.quantize, len(made)
+
+            def counted(*args: Any, go: Any = real_quantize, **rest: Any) -> Any:
+                made[-1] += 1
+                return go(*args, **rest)
+
+            made.append(0)
+            monkeypatch.setattr(quantizer, "quantize", counted)
+            target = tmp_path / f"{count}.tflite"
+            found = search(chain, target, quantizer=quantizer, evaluator=real)
+        assert found.met
+        best.append(target.read_bytes())
+    assert best[0] == best[1]
+    assert made[1] <= made[0] - len(WIDTHS) // 2
+
+
 def test_its_recipe_makes_the_same_file_byte_for_byte(chain: Path, real: Real, tmp_path: Path):
     best = tmp_path / "best.tflite"
     real.target_db = 36.0  # a little more than the int8 recipes have
