@@ -48,6 +48,11 @@ _PASSES = 8
 
 _LARGE = 32 << 20
 
+# 16-bit activations have steps to spare, and no zero point: with twice the range that was measured they
+# lose 6 of some 90 dB, and samples that go further than those of the calibration are not clipped (the
+# worst of 32 other samples: digits 37.0 to 46.6 dB, crepe tiny 34.1 to 41.1, O-net 23.9 to 28.2).
+_HEADROOM_16 = 2.0
+
 
 class Refused(Exception):
     """Some ops cannot be quantized, and the caller wants that to be an error."""
@@ -138,6 +143,7 @@ class Source:
         if self.table is not None:
             generator._tensor_quant_params_cache = self.table
         failed: list[dict[str, Any]] = []
+        wide = _widened(ranges) if ranges is not None else None
         real = algorithm_manager.get_quantization_func
 
         def guarded(algorithm: Any, op_key: Any, mode: Any) -> Any:
@@ -146,6 +152,9 @@ class Source:
             def run(op_info: Any, graph_info: Any, **rest: Any) -> Any:
                 if self.table is not None:
                     self.table.algorithm = str(algorithm)
+                activations = op_info.op_quant_config.activation_tensor_config
+                if wide is not None and activations is not None and activations.num_bits == 16:
+                    rest["tensor_name_to_qsv"] = wide
                 try:
                     return function(op_info=op_info, graph_info=graph_info, **rest)
                 except Exception as error:  # noqa: BLE001 - told to the parent in full
@@ -310,6 +319,17 @@ def _read_ranges(files: Mapping[str, str]) -> dict[str, Any]:
             "max": np.array(values[high : high + size]).reshape(shape),
         }
     return result
+
+
+def _widened(ranges: Mapping[str, Any]) -> dict[str, Any]:
+    """The ranges for 16-bit activations."""
+    return {
+        name: {
+            key: value * _HEADROOM_16 if key in ("min", "max") else value
+            for key, value in one.items()
+        }
+        for name, one in ranges.items()
+    }
 
 
 def _told(error: Exception, stage: str) -> dict[str, Any]:

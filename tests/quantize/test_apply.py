@@ -160,6 +160,37 @@ def test_an_output_that_the_last_op_reads_stays_right_whatever_is_float(
             assert sqnr_db(value, got[name]) > 15, (name, rules)
 
 
+# ----------------------------------------------------------------------------------- 16 bits
+
+
+def test_16_bit_activations_have_room_beyond_the_range_and_8_bit_ones_have_not(
+    tmp_path, mixed_ranges, quantizer, truth
+):
+    target = tmp_path / "q.tflite"
+    narrow = {name: (low * 0.7, high * 0.7) for name, (low, high) in mixed_ranges.items()}
+    worst = {}
+    for name in ("int16-static", "int8-static"):
+        for ranges in (mixed_ranges, narrow):
+            quantizer.quantize(target, recipe(name), ranges)
+            got = run_mixed(target)
+            found = min(sqnr_db(value, got[output]) for output, value in truth.items())
+            worst.setdefault(name, []).append(found)
+    full, half = worst["int16-static"]
+    assert half > full - 1.0
+    full, half = worst["int8-static"]
+    assert half < full - 5.0
+
+
+def test_the_scale_of_16_bit_activations_is_twice_the_largest_over_32767(
+    tmp_path, mixed_ranges, quantizer
+):
+    target = tmp_path / "q.tflite"
+    quantizer.quantize(target, recipe("int16-static-io"), mixed_ranges)
+    (signature,) = signatures_of(read_tflite(target))
+    low, high = (float(bound.item()) for bound in mixed_ranges["serving_default_image"])
+    assert signature.inputs[0].scale == pytest.approx(2 * max(-low, high) / 32767, rel=1e-6)
+
+
 # ------------------------------------------------------------------------- what cannot be applied
 
 
