@@ -53,6 +53,7 @@ class SqnrEvaluator:
         inputs, outputs = self.sets[False]
         count = len(inputs)
         keep = np.linspace(0, count - 1, min(search_samples, count)).astype(int)
+        self.calibration = inputs
         self.sets[False] = ([inputs[i] for i in keep], [outputs[i] for i in keep])
         self.seconds = 0.0
 
@@ -161,12 +162,12 @@ def show(name: str, found: SearchResult) -> None:
 
 
 def calibrated(source: Path, evaluator: SqnrEvaluator) -> dict[str, Ranges]:
-    """Ranges by each estimator, of the samples of the search."""
+    """Ranges by each estimator, of all samples that are not held out."""
     from tpu2edge.quantize.calibrate import calibrate
 
     estimators = ("minmax", "moving-average", "mse")
     (signature,) = signatures_of(read_tflite(source))
-    found = calibrate(source, {signature.name: evaluator.sets[False][0]}, estimators=estimators)
+    found = calibrate(source, {signature.name: evaluator.calibration}, estimators=estimators)
     return {estimator: found.ranges(estimator) for estimator in estimators}
 
 
@@ -199,6 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--largest", type=float, default=None)
     parser.add_argument("--time-limit", type=float, default=None)
     parser.add_argument("--static", action="store_true", help="static recipes too")
+    parser.add_argument("--levels", nargs="+", help="names of LEVELS to choose from")
     parser.add_argument("--worst-sample", action="store_true")
     parser.add_argument("--compare", action="store_true")
     options = parser.parse_args(argv)
@@ -223,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     evaluator=evaluator,
                     optimize=options.optimize,
                     ranges=ranges,
+                    levels=options.levels,
                     slowest=options.slowest,
                     largest=options.largest,
                     time_limit_s=options.time_limit,

@@ -17,6 +17,7 @@ __all__ = [
     "DeviceFiles",
     "Devices",
     "KeepFloat",
+    "Levels",
     "MaxLatency",
     "MaxSize",
     "Metric",
@@ -92,6 +93,15 @@ Metric = Annotated[
 ]
 Optimize = Annotated[
     str, typer.Option(metavar="WHAT", help="What --recipe auto makes small: size or latency.")
+]
+Levels = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--level",
+        metavar="NAME",
+        help="A level that --recipe auto may give a layer, e.g. int8-static (may be repeated). "
+        "[all]",
+    ),
 ]
 MaxSize = Annotated[
     str | None,

@@ -11,7 +11,8 @@ been.
    rests on that are only guessed are measured, until none is left.
 4. That file is made and measured; how far the sum was off corrects the allowance; again from 3.
 5. From the best file, single exchanges and pairs that would save bytes are tried.
-6. Mixed static recipes, if there are ranges of activations: what is worst in integers goes back.
+6. If a static recipe would cost less than the best file, or only static levels were asked for: ops
+   without weights become units, too, each is measured alone in integers, and 3 to 5 come again.
 7. The best candidates are measured on the held-out samples. What fails there raises the bar, and
    the search goes on.
 """
@@ -36,17 +37,15 @@ from tpu2edge.files import canonical_json, sha256_of, temporary_beside, write_at
 from tpu2edge.flatbuffer import read_tflite
 from tpu2edge.quantize.apply import Ranges
 from tpu2edge.quantize.recipes import Recipe, recipe
-from tpu2edge.quantize.rules import static
-from tpu2edge.quantize.scopes import op_scopes
 from tpu2edge.quantize.sensitivity import (
     FLOAT,
     LEVELS,
-    STATIC_OPERATIONS,
     Assignment,
     NoiseModel,
     Unit,
-    any_of,
+    between_of,
     cheapest,
+    producers_of,
     rules_of,
     shared_bytes,
     units_of,
@@ -198,8 +197,9 @@ def search(
         target: where the best file goes.
         quantizer: makes the files; it holds ``source``.
         evaluator: measures them.
-        ranges: ranges of activations by estimator; static recipes are left out without them.
-        levels: names of LEVELS to choose from; all that can be had if None.
+        ranges: ranges of activations by estimator; static levels are left out without them.
+        levels: names of LEVELS to choose from, and no other for what can have one of them; all that
+            can be had if None.
         optimize: the fewest bytes, or the shortest run.
         slowest: the longest run that a file may take, in units of the float file's; any if None.
             With it the answer depends on latencies, which are not the same every time.
@@ -221,6 +221,13 @@ def search(
         unknown = [level for level in levels if level not in LEVELS]
         if unknown:
             raise OptionError(f"unknown level '{unknown[0]}'", do=f"known: {', '.join(LEVELS)}")
+        static = [level for level in levels if LEVELS[level].activations]
+        if static and not ranges:
+            raise QuantizationError(
+                f"level '{static[0]}' needs calibration: the ranges of the activations",
+                do="give calibration data, or choose other levels",
+                step="quantize",
+            )
     if optimize not in ("size", "latency"):
         raise OptionError(f"cannot optimize '{optimize}'", do="known: size, latency")
     with tempfile.TemporaryDirectory(
@@ -325,8 +332,9 @@ _WHOLE = {
     "int4-dynamic": "int4",
 }
 
-_STATIC = "int8-static"
-_STATIC_PARTS = 64  # each costs a run; more than that are not tried one by one
+# Plain static recipes, by the level that they give to all ops.
+_STATIC = {"int8-static": "int8-static", "int16-static": "int16-static"}
+_STATIC_PARTS = 64  # each costs a run; more than that are not tried unless static was asked for
 
 # Levels that these recipes give to what cannot have theirs.
 _INSTEAD = {
@@ -341,13 +349,13 @@ _HOPE = 0.7  # what a guessed noise is multiplied by before it is measured
 _HOPE_SMALL = 0.3
 _MISSES = 40  # steps of 1.3 in the noise: 46 dB
 _IN_MEMORY = 512 << 20
-_ALIKE = 0.05
+_ALIKE = 0.05  # times, as shares of the float file's
 _OBSTACLES = 8
 _ASTRAY = 2.0  # by how much a sum of noises may be off before its parts are measured again
 _QUICK_MACS = 20_000_000  # models below are so quick that probes take all samples too
 _SPLICED = 8 << 20  # files below are made as quickly as they are patched
 
-_TIE = 0.005
+_TIE = 0.003
 _FITS = 10  # rounds of steps 3 and 4
 _PATIENCE = 3  # exchanges in a row that gain nothing before step 5 ends
 _SMALL = 12  # up to so many units, exchanges are cheap and few: more are tried
@@ -392,10 +400,20 @@ class _Search:
         probe = getattr(self.evaluator, "probe", None)
         self.probe: Callable[[Path], Evaluation] | None = probe if self.macs > _QUICK_MACS else None
         self.bar = 0.0  # margin that the search samples must show, raised by held-out failures
-        self.static_scale = 1.0
+        self.weights = len(self.units)  # the units that have some; others come behind them
+        self.statics = [
+            level
+            for level in LEVELS
+            if self.ranges
+            and LEVELS[level].activations
+            and (self.levels is None or level in self.levels)
+        ]
+        self.estimator = min(self.ranges, default=None)
+        self.opened = False  # static levels are among the units'
+        self.producers: list[frozenset[int | None]] = []
         self.fully: set[tuple[int, str]] = set()  # measured alone, on all samples
         self.float_ms = math.inf
-        self.measured_times: dict[str, float] = {}
+        self.added_times: dict[tuple[str, str], float] = {}  # by all units of an op at a level
         self.hurry = _TIE  # share of the float file's bytes that all of its time is worth
         self.scale = 1.0  # what sums of noises have to be multiplied by
         self.splicer: Splicer | None = None
@@ -474,7 +492,7 @@ class _Search:
             what, ranges, "full", lambda path: self.evaluator(path, held_out=False)
         )
         counts: dict[str, int] = {}
-        for level in () if whole else assignment or ():
+        for level in () if whole else (assignment or ())[: self.weights]:
             counts[level] = counts.get(level, 0) + 1
         row = Candidate(
             recipe=what,
@@ -516,10 +534,21 @@ class _Search:
         if self.goal == "latency":
             # In parts of the float file's: a hundredth faster is not worth twice the bytes.
             return (math.ceil(e.latency_ms / self.float_ms / _ALIKE), e.size_bytes)
-        return (e.size_bytes, e.latency_ms)
+        return (e.size_bytes + _TIE * self._usual_time(row) * self.kept_size, e.size_bytes)
+
+    def _usual_time(self, row: Candidate) -> float:
+        """By LEVELS' figures, as a share of float32's: the same on every machine."""
+        assignment = self.assignments.get(self._key(row.recipe, row.ranges, "full"))
+        if assignment is None:
+            whole = next((one for one, name in _STATIC.items() if name == row.recipe.name), FLOAT)
+            return LEVELS[whole].time
+        times = [self._time(index, level) for index, level in enumerate(assignment)]
+        return math.fsum(times) / math.fsum(unit.macs / self.macs for unit in self.units)
 
     def _allows(self, row: Candidate) -> bool:
-        """Whether it is as small and as fast as was asked for."""
+        """Whether it is as small and as fast as was asked for, and has the levels."""
+        if not row.recipe.rules and self.levels is not None and FLOAT not in self.levels:
+            return False
         return self._small_enough(row) and self._fast_enough(row)
 
     def _small_enough(self, row: Candidate) -> bool:
@@ -531,16 +560,22 @@ class _Search:
             return True
         return row.evaluation.latency_ms <= self.slowest * self.float_ms
 
-    def _times(self) -> dict[str, float]:
-        """What an op takes at each level, of float32's time.
+    def _time(self, index: int, level: str) -> float:
+        """What a unit takes at a level, as a share of the float file's time.
 
-        Usual figures, so that what is the smallest does not hang on how busy the machine is; whole
-        recipes' own where time is what was asked for.
+        By usual figures, so that what is the smallest does not hang on how busy the machine is; by
+        measured ones where time is what was asked for.
         """
-        times = {name: level.time for name, level in LEVELS.items()}
-        if self.goal == "latency" or self.slowest is not None:
-            times.update(self.measured_times)
-        return times
+        unit = self.units[index]
+        share = unit.macs / self.macs
+        usual = LEVELS[level].time_of(unit.op)
+        like = LEVELS[level].like or level
+        added = self.added_times.get((unit.op, like))
+        if added is None or level == FLOAT or not unit.macs:
+            return share * usual
+        ratio = usual / LEVELS[like].time_of(unit.op)
+        all_of_op = sum(one.macs for one in self.units if one.op == unit.op)
+        return max(0.02 * share, (share + added * unit.macs / all_of_op) * ratio)
 
     def _noise(self, evaluation: Evaluation) -> float:
         if math.isnan(evaluation.sqnr_db):
@@ -554,6 +589,7 @@ class _Search:
             return
         assignment = tuple(level if index == unit else FLOAT for index in range(len(self.units)))
         alone = Recipe(name="auto", rules=rules_of(self.units, assignment))
+        ranges = self.estimator if alone.needs_calibration else None
         if not quick:
             self.fully.add((unit, level))
         run, kind = self.probe, "probe"
@@ -564,13 +600,13 @@ class _Search:
         if splicer is not None and splicer.possible(self.units[unit]):
             make, kind = (lambda: splicer.put(self.units[unit], level)), f"spliced {kind}"
         try:
-            evaluation = self._measure(alone, None, kind, run, make)
+            evaluation = self._measure(alone, ranges, kind, run, make)
         except QuantizationError:  # upstream cannot, whatever its policy says
             self.model.measured[unit, level] = math.inf
             return
         noise = 10 ** (-evaluation.sqnr_db / 10) - self.floor
         self.model.measured[unit, level] = max(noise, 1e-15) if noise == noise else math.inf
-        if make is None:
+        if make is None and not LEVELS[level].activations:  # QUANTIZE ops do not add up
             self.model.bytes[unit, level] = (
                 evaluation.size_bytes - self.kept_size - shared_bytes(self.units, assignment)
             )
@@ -599,6 +635,16 @@ class _Search:
         self.float_ms = row.evaluation.latency_ms
         return row
 
+    @property
+    def timed(self) -> bool:
+        """Whether measured times decide."""
+        return self.goal == "latency" or self.slowest is not None
+
+    @property
+    def small(self) -> bool:
+        """Whether exchanges are so few and cheap that more are tried."""
+        return self.weights <= _SMALL
+
     def _offered(self, level: str) -> bool:
         return any(level in unit.levels for unit in self.units)
 
@@ -614,15 +660,44 @@ class _Search:
                 refused.append(err)
                 continue
             self.model.totals[level] = self._noise(row.evaluation)
-            if 0 < self.float_ms < math.inf:
-                self.measured_times[level] = row.evaluation.latency_ms / self.float_ms
-        if self.units and refused and len(self.rows) == 1:
+        for level, name in _STATIC.items():
+            # LiteRT has no fast kernels for 16 bits: not run unless it was asked for.
+            if level not in self.statics or (self.levels is None and level == "int16-static"):
+                continue
+            known = level == "int16-static" and "int8-static" in self.model.totals
+            for estimator in [self.estimator] if known else sorted(self.ranges):
+                try:
+                    row = self._full(recipe(name), estimator)
+                except QuantizationError as err:
+                    refused.append(err)
+                    continue
+                noise = self._noise(row.evaluation)
+                if noise < self.model.totals.get(level, math.inf):
+                    self.model.totals[level], self.estimator = noise, estimator
+        if refused and len(self.rows) == 1:
             raise refused[0]
-        for estimator in sorted(self.ranges):
+        if self.timed:
+            self._time_ops(_WHOLE)
+
+    def _time_ops(self, levels: Iterable[str]) -> None:
+        """What each kind of op gains or loses at each level, all others of the file float."""
+        kinds = {unit.op for unit in self.units[: self.weights]}
+        for kind, level in itertools.product(sorted(kinds), levels):
+            assignment = self._joined(
+                tuple(
+                    one if unit.op == kind or not unit.elements else FLOAT
+                    for unit, one in zip(self.units, self._everywhere(level), strict=True)
+                )
+            )
+            if level not in assignment[: self.weights]:
+                continue
             try:
-                self._full(recipe(_STATIC), estimator)
+                row = self._mix(assignment)
             except QuantizationError:
                 continue
+            took = row.evaluation.latency_ms
+            if 0 < took < math.inf and 0 < self.float_ms < math.inf:
+                self.added_times[kind, level] = took / self.float_ms - 1
 
     def _everywhere(self, level: str) -> Assignment:
         """What the plain recipe of a level does to each unit."""
@@ -632,22 +707,30 @@ class _Search:
         )
 
     def _mixes(self) -> None:
+        if self.levels is not None and self.statics:
+            self._open_static()
         if not any(len(unit.levels) > 1 for unit in self.units):
             return
         self._kept()
         while True:
             self._pivot()
-            while True:
-                before = self.best
-                self._fit()
-                self._retreat()
-                self._exchange()
-                if self.best is before or len(self.units) > _SMALL:
-                    break
-            self._static()
+            self._improve()
+            if self._static_pays():
+                self._open_static()
+                self._improve()
             if self.best is None:
                 self._nearest_miss()
             if self._confirmed():
+                return
+
+    def _improve(self) -> None:
+        """Steps 3 to 5."""
+        while True:
+            before = self.best
+            self._fit()
+            self._retreat()
+            self._exchange()
+            if self.best is before or not self.small:
                 return
 
     def _nearest_miss(self) -> None:
@@ -733,21 +816,16 @@ class _Search:
     def _price(self, index: int, level: str) -> float:
         """What a level costs: bytes, or time; a little of the other decides ties."""
         size = self.model.size(index, level)
-        unit = self.units[index]
-        slow = unit.macs * self._times()[level]
-        total = self.macs
-        bytes_all = self.kept_size
-        if self.goal == "latency":
-            return slow / total * bytes_all + 0.01 * size
-        return size + self.hurry * slow / total * bytes_all
+        time = self._time(index, level) * self.kept_size
+        return time + 0.01 * size if self.goal == "latency" else size + self.hurry * time
 
     def _cheapest(self, allowed: float) -> Assignment | None:
         """Of those with rotations and those without: the matrices do not add up over the units."""
         found: list[tuple[float, Assignment]] = []
         for rotated in (False, True):
             levels = [
-                [level for level in unit.levels if rotated or not LEVELS[level].rotates]
-                for unit in self.units
+                [level for level in self._choices(i) if rotated or not LEVELS[level].rotates]
+                for i in range(len(self.units))
             ]
             picks = cheapest(
                 [
@@ -760,14 +838,50 @@ class _Search:
             if picks is not None:
                 assignment = tuple(some[pick] for some, pick in zip(levels, picks, strict=True))
                 found.append((self._total_price(assignment), assignment))
-        return min(found)[1] if found else None
+        return self._joined(min(found)[1]) if found else None
+
+    def _choices(self, index: int) -> list[str]:
+        """The levels of a unit; float32 only if it was named, or there is no other."""
+        levels = list(self.units[index].levels)
+        if self.levels is None or FLOAT in self.levels:
+            return levels
+        others = [
+            level
+            for level in levels
+            if level != FLOAT and self.model.measured.get((index, level), 0.0) < math.inf
+        ]
+        return others or [FLOAT]
+
+    def _quietest_choices(self) -> Assignment:
+        return tuple(
+            min(self._choices(index), key=lambda level: self.model.noise(index, level))
+            for index in range(len(self.units))
+        )
+
+    def _joined(self, assignment: Assignment) -> Assignment:
+        """The same, ops without weights static only behind such as are: others gain nothing."""
+        if not self.opened or (self.levels is not None and FLOAT not in self.levels):
+            return assignment
+        levels = list(assignment)
+        changed = True
+        while changed:
+            changed = False
+            for index in range(self.weights, len(levels)):
+                bits = LEVELS[levels[index]].activations
+                if bits and any(
+                    maker is None or LEVELS[levels[maker]].activations != bits
+                    for maker in self.producers[index]
+                ):
+                    levels[index] = FLOAT
+                    changed = True
+        return tuple(levels)
 
     def _hoped(self, unit: int, level: str, allowed: float) -> float:
         """The noise, a guessed one that will be measured taken for less than it likely is."""
         noise = self.model.noise(unit, level)
         if (unit, level) in self.model.measured or noise <= allowed * self._negligible(unit):
             return noise
-        return noise * (_HOPE_SMALL if len(self.units) <= _SMALL else _HOPE)
+        return noise * (_HOPE_SMALL if self.small else _HOPE)
 
     def _total_price(self, assignment: Assignment) -> float:
         prices = [self._price(index, level) for index, level in enumerate(assignment)]
@@ -778,11 +892,9 @@ class _Search:
         assignment: Assignment | None = None
         for _ in range(3 * len(LEVELS)):
             assignment = self._cheapest(allowed)
-            if assignment is None:
-                return None
             guessed = [
                 (self.model.noise(index, level), index, level)
-                for index, level in enumerate(assignment)
+                for index, level in enumerate(assignment or self._quietest_choices())
                 if level != FLOAT
                 and (index, level) not in self.model.measured
                 and self.model.noise(index, level) > allowed * self._negligible(index)
@@ -797,12 +909,11 @@ class _Search:
         """Share of the allowed noise up to which a guess of the unit's noise is good enough."""
         derived = any((unit, level) in self.model.measured for level in LEVELS)
         share = _DERIVED_SHARE if derived else _UNKNOWN_SHARE
-        return share / 5 if len(self.units) <= _SMALL else share
+        return share / 5 if self.small else share
 
     def _mix(self, assignment: Assignment) -> Candidate:
-        return self._full(
-            Recipe(name="auto", rules=rules_of(self.units, assignment)), None, assignment
-        )
+        mix = Recipe(name="auto", rules=rules_of(self.units, assignment))
+        return self._full(mix, self.estimator if mix.needs_calibration else None, assignment)
 
     def _fit(self) -> None:
         """Steps 3 and 4."""
@@ -814,7 +925,9 @@ class _Search:
                 return
             assignment = self._settled(allowed / self.scale * nudge)
             if assignment is None:
-                return
+                if tried:
+                    return
+                assignment = self._quietest_choices()  # the sum may be far too high
             if assignment in tried:
                 if self._hurry_up(assignment):
                     continue
@@ -864,7 +977,7 @@ class _Search:
 
     def _exchange(self) -> None:
         """Step 5."""
-        few = len(self.units) <= _SMALL
+        few = self.small
         patience = _PATIENCE_SMALL if few else _PATIENCE
         misses = 0
         tried: set[Assignment] = set(self.assignments.values())
@@ -906,10 +1019,10 @@ class _Search:
         """The untried change of one or two units that saves most and is likely to pass."""
         allowed = self._allowed()
         here = self._noise(row.evaluation)
-        worth = row.evaluation.size_bytes * (_WORTH_SMALL if len(self.units) <= _SMALL else _WORTH)
+        worth = row.evaluation.size_bytes * (_WORTH_SMALL if self.small else _WORTH)
         steps: list[tuple[float, float, int, str]] = []  # saved, noise added, unit, level
-        for index, unit in enumerate(self.units):
-            for level in unit.levels:
+        for index in range(len(self.units)):
+            for level in self._choices(index):
                 if level == current[index]:
                     continue
                 saved = self._price(index, current[index]) - self._price(index, level)
@@ -926,7 +1039,7 @@ class _Search:
             changed = list(current)
             for _, _, index, level in parts:
                 changed[index] = level
-            after = tuple(changed)
+            after = self._joined(tuple(changed))
             saved = sum(part[0] for part in parts) + shared - shared_bytes(self.units, after)
             return saved, sum(part[1] for part in parts), after
 
@@ -966,80 +1079,30 @@ class _Search:
         noise = self.model.noise(index, before[index]) + actual / self.scale - rest
         self.model.measured[index, after[index]] = max(noise, 1e-15)
 
-    def _static(self) -> None:
-        """Step 6: static recipes in which the noisiest ops go back to dynamic or to float."""
-        whole = [row for row in self.rows.values() if row.recipe.needs_calibration]
-        if not whole:
-            return
-        best = max(whole, key=lambda row: (row.evaluation.sqnr_db, row.ranges or ""))
-        if self.best is not None and self._cost(best) >= self._cost(self.best):
-            return  # going back never makes it smaller or faster
-        parts = self._static_parts()
-        if not 1 < len(parts) <= _STATIC_PARTS:
-            return
-        allowed = self._allowed()
-        noises: list[float] = []
-        for scopes, _ in parts:
-            alone = Recipe(name="auto", rules=(static(8, 8, regex=any_of(scopes)),))
-            try:
-                evaluation = self._measure(
-                    alone, best.ranges, "full", lambda path: self.evaluator(path, held_out=False)
-                )
-            except QuantizationError:
-                noises.append(math.inf)
-                continue
-            noises.append(self._noise(evaluation))
-        order = sorted(range(len(parts)), key=lambda part: (-noises[part], part))
-        back = 0
-        for _ in range(_FITS):
-            while back < len(order) and (
-                math.fsum(noises[part] for part in order[back:]) * self.static_scale > allowed
-            ):
-                back += 1
-            if back == len(order):
-                return
-            row = self._full(self._partly_static(parts, set(order[:back])), best.ranges)
-            if row.evaluation.budget_margin >= self.bar:
-                return
-            actual = self._noise(row.evaluation)
-            sum_ = math.fsum(noises[part] for part in order[back:])
-            if sum_ > 0 and math.isfinite(actual):
-                self.static_scale = min(100.0, max(self.static_scale, actual / sum_))
-            back += 1
+    def _static_pays(self) -> bool:
+        """Whether a static mix may cost less than the best file: not less than the whole recipe."""
+        whole = [row for row in self.rows.values() if row.recipe.name in _STATIC.values()]
+        if self.opened or not whole:
+            return False
+        parts = self.weights + len(between_of(self.file, self.statics))
+        cheap = min(self._cost(row) for row in whole)
+        return parts <= _STATIC_PARTS and (self.best is None or cheap < self._cost(self.best))
 
-    def _static_parts(self) -> list[tuple[tuple[str, ...], Unit | None]]:
-        """Scopes of the ops that can be static: each unit, and each op without weights."""
-        parts: list[tuple[tuple[str, ...], Unit | None]] = []
-        seen: set[str] = set()
-        units = {scope: unit for unit in self.units for scope in unit.scopes}
-        for op in op_scopes(self.file):
-            if op.op not in STATIC_OPERATIONS or op.scope in seen:
-                continue
-            unit = units.get(op.scope)
-            scopes = unit.scopes if unit is not None else (op.scope,)
-            seen.update(scopes)
-            parts.append((scopes, unit))
-        return parts
-
-    def _partly_static(
-        self, parts: Sequence[tuple[tuple[str, ...], Unit | None]], back: set[int]
-    ) -> Recipe:
-        rules = list(recipe(_STATIC).rules)
-        times = self.measured_times
-        slow = times.get("int8-dynamic", 0.0) > 1.2 * times.get("int8-weights", math.inf)
-        for with_weights, level in (
-            (True, "int8-weights" if slow else "int8-dynamic"),
-            (False, FLOAT),
-        ):
-            scopes = [
-                scope
-                for part in sorted(back)
-                for scope in parts[part][0]
-                if (parts[part][1] is not None) == with_weights
-            ]
-            if scopes:
-                rules.append(LEVELS[level].rule(any_of(scopes)))
-        return Recipe(name="auto", rules=tuple(rules))
+    def _open_static(self) -> None:
+        """Step 6: static levels for the units, and units for the ops between them."""
+        self.opened = True
+        between = between_of(self.file, self.statics)
+        self.units = units_of(self.file, self.levels, calibrated=True) + between
+        self.model.units = self.units
+        self.producers = producers_of(self.file, self.units)
+        floats = (FLOAT,) * len(between)
+        self.assignments = {key: known + floats for key, known in self.assignments.items()}
+        for index, unit in enumerate(self.units):
+            level = next((one for one in self.statics if one in unit.levels), None)
+            if level is not None:
+                self._probe(index, level)
+        if self.timed:
+            self._time_ops(level for level in ("int8-static",) if level in self.statics)
 
     # ------------------------------------------------------------------------------ the end
 

@@ -1,7 +1,8 @@
 """Which parts of a model can be stored at which level, and how much noise each adds.
 
 A *unit* is one choice: an op with weights, or all ops that share one weight buffer (the steps of an
-unrolled loop, tied embeddings), since giving them different levels would store the weights twice.
+unrolled loop, tied embeddings), since giving them different levels would store the weights twice;
+for static recipes an op without weights too.
 A *level* is one way to store a unit's weights and to compute with them.
 
 Noise is the power of the error over the power of the signal, 10^(-SQNR/10). Errors of different
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpu2edge.quantize.rules import Rule, dynamic, float16, keep, weight_only
+from tpu2edge.quantize.rules import Rule, dynamic, float16, keep, static, weight_only
 from tpu2edge.quantize.scopes import OpScope, op_scopes
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ __all__ = [
     "NoiseModel",
     "Unit",
     "any_of",
+    "between_of",
     "cheapest",
     "expected_bytes",
+    "producers_of",
     "rules_of",
     "shared_bytes",
     "units_of",
@@ -54,7 +57,8 @@ class Level:
     """One way to store weights; ``operations`` are the ops that upstream does it for.
 
     ``noise`` is what its error is usually worth, in units of int8-weights'; ``time`` what its ops
-    take of float32's.
+    take of float32's, and ``slow`` those that XNNPACK leaves to LiteRT's own kernels; ``like`` a level
+    that is computed with the same kernels.
     """
 
     name: str
@@ -67,6 +71,13 @@ class Level:
     dequantizes: bool = False  # an op is added before the unit
     rotates: bool = False  # ops are added, and a matrix that others of the same width share
     block: int = 0
+    activations: int = 0  # bits of activations whose ranges are known beforehand; 0: not static
+    like: str = ""
+    slow: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    def time_of(self, op: str) -> float:
+        """What this op takes of float32's time."""
+        return self.slow.get(op, self.time)
 
 
 def _keep(regex: str) -> Rule:
@@ -75,6 +86,23 @@ def _keep(regex: str) -> Rule:
 
 _ALL = "BATCH_MATMUL CONV_2D CONV_2D_TRANSPOSE DEPTHWISE_CONV_2D EMBEDDING_LOOKUP FULLY_CONNECTED"
 _HADAMARD = "DECOMPOSED_HADAMARD_ROTATION"
+
+# Levels of rows that are looked up, where all else is at a static one.
+_ROWS = {"int8-static": "int8-dynamic", "int4-static": "int4-dynamic"}
+
+#: Ops that can compute with int8 activations (ai_edge_quantizer.default_policy, static_wi8_ai8).
+STATIC_OPERATIONS = frozenset(
+    """
+    ADD AVERAGE_POOL_2D BATCH_MATMUL BROADCAST_TO CONCATENATION CONV_2D CONV_2D_TRANSPOSE
+    DEPTHWISE_CONV_2D DIV DYNAMIC_UPDATE_SLICE EQUAL FULLY_CONNECTED GATHER GATHER_ND GELU
+    HARD_SWISH LOGISTIC MAXIMUM MAX_POOL_2D MEAN MIRROR_PAD MUL NOT_EQUAL PACK PAD PADV2
+    REDUCE_MIN RELU RESHAPE RESIZE_BILINEAR RESIZE_NEAREST_NEIGHBOR RSQRT SELECT SELECT_V2 SLICE
+    SOFTMAX SPACE_TO_DEPTH SPLIT SQRT SQUARED_DIFFERENCE STRIDED_SLICE SUB SUM TANH TRANSPOSE UNPACK
+    """.split()  # noqa: SIM905 - one a line would be a page
+)
+
+# What of these static_wi8_ai16 has not.
+_NOT_16 = frozenset({"HARD_SWISH", "SPACE_TO_DEPTH", "SQUARED_DIFFERENCE"})
 
 #: All levels by name, in the order in which a tie is decided. For which ops: the policies of
 #: ai_edge_quantizer 0.10. Noise and time: medians over MiniLM, Resemblyzer, Silero, MTCNN's O-net.
@@ -98,6 +126,7 @@ LEVELS: Mapping[str, Level] = {
             operations=frozenset(_ALL.split()),
             noise=3.0,
             time=0.3,
+            slow={"DEPTHWISE_CONV_2D": 12.0},
         ),
         Level(
             name="int8-weights",
@@ -138,6 +167,7 @@ LEVELS: Mapping[str, Level] = {
             operations=frozenset({"FULLY_CONNECTED", "EMBEDDING_LOOKUP", "CONV_2D"}),
             noise=450.0,
             time=0.3,
+            slow={"CONV_2D": 1.5},
         ),
         Level(
             name="int4-dynamic-octav",
@@ -147,6 +177,8 @@ LEVELS: Mapping[str, Level] = {
             operations=frozenset({"FULLY_CONNECTED", "EMBEDDING_LOOKUP", "CONV_2D"}),
             noise=380.0,
             time=0.3,
+            like="int4-dynamic",
+            slow={"CONV_2D": 1.5},
         ),
         Level(
             name="int4-weights",
@@ -159,6 +191,7 @@ LEVELS: Mapping[str, Level] = {
             noise=330.0,
             time=3.0,
             dequantizes=True,
+            like="int8-weights",
         ),
         Level(
             name="int4-dynamic-b32",
@@ -169,6 +202,7 @@ LEVELS: Mapping[str, Level] = {
             noise=200.0,
             time=0.5,
             block=32,
+            like="int4-dynamic",
         ),
         Level(
             name="int4-dynamic-b128",
@@ -179,6 +213,7 @@ LEVELS: Mapping[str, Level] = {
             noise=330.0,
             time=0.5,
             block=128,
+            like="int4-dynamic",
         ),
         Level(
             name="int4-dynamic-hadamard",
@@ -189,26 +224,56 @@ LEVELS: Mapping[str, Level] = {
             noise=200.0,
             time=0.65,
             rotates=True,
+            like="int8-dynamic-hadamard",
+        ),
+        Level(
+            name="int8-static",
+            about="int8 weights and activations, whose ranges are known beforehand",
+            rule=lambda regex: static(8, 8, regex=regex),
+            bits=8,
+            operations=STATIC_OPERATIONS,
+            noise=20.0,
+            time=0.35,
+            activations=8,
+        ),
+        Level(
+            name="int16-static",
+            about="int8 weights, int16 activations, whose ranges are known beforehand",
+            rule=lambda regex: static(8, 16, regex=regex),
+            bits=8,
+            operations=STATIC_OPERATIONS - _NOT_16,
+            noise=1.5,
+            time=25.0,  # LiteRT has no fast kernels for it; other runtimes may
+            activations=16,
+        ),
+        Level(
+            name="int4-static",
+            about="int4 weights, int8 activations, whose ranges are known beforehand",
+            rule=lambda regex: static(4, 8, regex=regex),
+            bits=4,
+            operations=frozenset({"FULLY_CONNECTED", "CONV_2D"}),
+            noise=470.0,
+            time=0.35,
+            activations=8,
+            like="int8-static",
+        ),
+        Level(
+            name="int4-static-a16",
+            about="int4 weights, int16 activations, whose ranges are known beforehand",
+            rule=lambda regex: static(4, 16, regex=regex),
+            bits=4,
+            operations=frozenset({"FULLY_CONNECTED", "CONV_2D"}),
+            noise=450.0,
+            time=25.0,
+            activations=16,
         ),
     )
 }
 
 
-#: Ops that can compute with int8 activations (ai_edge_quantizer.default_policy, static_wi8_ai8).
-STATIC_OPERATIONS = frozenset(
-    """
-    ADD AVERAGE_POOL_2D BATCH_MATMUL BROADCAST_TO CONCATENATION CONV_2D CONV_2D_TRANSPOSE
-    DEPTHWISE_CONV_2D DIV DYNAMIC_UPDATE_SLICE EQUAL FULLY_CONNECTED GATHER GATHER_ND GELU
-    HARD_SWISH LOGISTIC MAXIMUM MAX_POOL_2D MEAN MIRROR_PAD MUL NOT_EQUAL PACK PAD PADV2
-    REDUCE_MIN RELU RESHAPE RESIZE_BILINEAR RESIZE_NEAREST_NEIGHBOR RSQRT SELECT SELECT_V2 SLICE
-    SOFTMAX SPACE_TO_DEPTH SPLIT SQRT SQUARED_DIFFERENCE STRIDED_SLICE SUB SUM TANH TRANSPOSE UNPACK
-    """.split()  # noqa: SIM905 - one a line would be a page
-)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """One op with weights, or all that share its weights."""
+    """One op with weights, or all that share its weights; or one that has none (between_of)."""
 
     name: str  # the first op's scope
     op: str
@@ -221,14 +286,23 @@ class Unit:
     levels: tuple[str, ...]  # what its ops can be, FLOAT first
 
 
-def units_of(file: TfliteFile, levels: Iterable[str] | None = None) -> tuple[Unit, ...]:
-    """The units of a float file, in its order.
+def units_of(
+    file: TfliteFile, levels: Iterable[str] | None = None, *, calibrated: bool = False
+) -> tuple[Unit, ...]:
+    """The units of a float file that have weights, in its order.
 
     Args:
         file: the float file.
         levels: which levels to offer besides float32; all if None.
+        calibrated: offer the static levels, too.
     """
-    offered = [level for level in LEVELS.values() if levels is None or level.name in levels]
+    wanted = set(LEVELS if levels is None else levels)
+    offered = [
+        level
+        for level in LEVELS.values()
+        if level.name in wanted and (calibrated or not level.activations)
+    ]
+    inner = _inner(file)
     groups: dict[int, list[OpScope]] = {}
     for op in op_scopes(file):
         if op.op not in LEVELS[FLOAT].operations or op.weight is None:
@@ -243,11 +317,16 @@ def units_of(file: TfliteFile, levels: Iterable[str] | None = None) -> tuple[Uni
         elements = math.prod(first.shape)
         kinds = {op.op for op in ops}
         width = first.shape[-1] if first.shape else 0
+        # What static recipes do to embeddings, for which there is no static kernel.
+        instead = [LEVELS[_ROWS[one.name]] for one in offered if one.name in _ROWS]
+        if kinds != {"EMBEDDING_LOOKUP"}:
+            instead = []
         possible = [FLOAT] + [
             level.name
-            for level in offered
+            for level in dict.fromkeys([*offered, *instead])
             if level.name != FLOAT
             and kinds <= level.operations
+            and (not level.activations or not any(op.subgraph in inner for op in ops))
             and (not level.block or width % level.block == 0)
             and (not level.rotates or (width & -width) >= 4)
         ]
@@ -265,6 +344,64 @@ def units_of(file: TfliteFile, levels: Iterable[str] | None = None) -> tuple[Uni
             )
         )
     return tuple(units)
+
+
+#: Multiplications that take as long as one element of an op that is bound by memory, roughly.
+_MACS_AN_ELEMENT = 8
+
+
+def between_of(file: TfliteFile, levels: Iterable[str]) -> tuple[Unit, ...]:
+    """The ops without weights that can be at one of the static ``levels``, as units."""
+    offered = [LEVELS[level] for level in LEVELS if level in levels]
+    inner = _inner(file)
+    units: dict[str, Unit] = {}
+    for op in op_scopes(file):
+        possible = [level.name for level in offered if op.op in level.operations]
+        graph = file.subgraphs[op.subgraph]
+        real = graph.operators[op.index]
+        if op.weight is not None or op.subgraph in inner or not possible or not real.outputs:
+            continue
+        outputs = [graph.tensors[i] for i in real.outputs]
+        if any(tensor.dtype != "float32" for tensor in outputs):
+            continue
+        depth = graph.tensors[real.inputs[0]].shape[-1:] if op.op == "BATCH_MATMUL" else ()
+        elements = sum(math.prod(tensor.shape) for tensor in outputs)
+        units[op.scope] = Unit(
+            name=op.scope,
+            op=op.op,
+            scopes=(op.scope,),
+            tensors=tuple(tensor.name for tensor in outputs),
+            elements=0,
+            channels=0,
+            rotation=0,
+            macs=elements * (depth[0] if depth else _MACS_AN_ELEMENT),
+            levels=(FLOAT, *possible),
+        )
+    return tuple(units.values())
+
+
+def producers_of(file: TfliteFile, units: Sequence[Unit]) -> list[frozenset[int | None]]:
+    """For each unit those that compute its inputs; None among them for all that is no unit."""
+    number = {scope: index for index, unit in enumerate(units) for scope in unit.scopes}
+    found: list[set[int | None]] = [set() for _ in units]
+    makers: dict[tuple[int, int], int | None] = {}
+    for op in op_scopes(file):
+        graph = file.subgraphs[op.subgraph]
+        real = graph.operators[op.index]
+        mine = number.get(op.scope)
+        makers.update({(graph.index, out): mine for out in real.outputs})
+        if mine is not None:
+            found[mine].update(
+                makers.get((graph.index, i))
+                for i in real.inputs
+                if i >= 0 and not graph.tensors[i].is_constant
+            )
+    return [frozenset(one) for one in found]
+
+
+def _inner(file: TfliteFile) -> set[int]:
+    """Subgraphs that ops run, loops' bodies say: static files of such do not load."""
+    return {g for graph in file.subgraphs for op in graph.operators for g in op.subgraphs}
 
 
 def _channels(op: str, shape: tuple[int, ...]) -> int:
@@ -285,7 +422,7 @@ def _macs(file: TfliteFile, op: OpScope, shape: tuple[int, ...]) -> int:
 
 def expected_bytes(unit: Unit, level: str) -> int:
     """What a file grows by, about, when the unit goes from float32 to ``level`` (negative)."""
-    if level == FLOAT:
+    if level == FLOAT or not unit.elements:
         return 0
     known = LEVELS[level]
     stored = unit.elements * known.bits / 8
@@ -330,7 +467,9 @@ def rules_of(units: Sequence[Unit], assignment: Assignment) -> tuple[Rule, ...]:
     bases = [
         level
         for level in by_level
-        if not (LEVELS[level].block and _misfits(units, LEVELS[level])) and level != FLOAT
+        if not (LEVELS[level].block and _misfits(units, LEVELS[level]))
+        and not LEVELS[level].activations  # would reach ops that are no unit
+        and level != FLOAT
     ]
     base = max(bases, key=lambda level: (text(level), level), default=FLOAT)
     if FLOAT in by_level and (base == FLOAT or text(FLOAT) > text(base)):

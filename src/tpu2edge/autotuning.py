@@ -74,6 +74,7 @@ def search_auto(family: Family, target: Path) -> dict[str, Any]:
             options.threads,
             options.keep_float,
             [options.max_size, options.max_latency],
+            list(options.levels),
             sha256_of(measured) if measured.is_file() else None,
         ]
     )
@@ -113,6 +114,7 @@ def search_auto(family: Family, target: Path) -> dict[str, Any]:
             evaluator=_Evaluator(*scorers),
             ranges=ranges,
             optimize="latency" if options.optimize == "latency" else "size",
+            levels=options.levels or None,
             largest=options.max_size,
             slowest=options.max_latency,
             time_limit_s=options.time_limit_s,
@@ -183,10 +185,22 @@ def _belongs(checkpoint: Path, fingerprint: str, source: Path) -> bool:
 
 
 def _ranges(family: Family) -> dict[str, Ranges]:
-    """Ranges by estimator; none where activations cannot be measured, which is said."""
+    """Ranges by estimator; none where activations cannot be measured, which is said.
+
+    Raises:
+        QuantizationError: they cannot be, and a level was asked for that needs them.
+    """
+    from tpu2edge.quantize.sensitivity import LEVELS
+
+    levels = family.options.levels
+    asked_for = any(LEVELS[level].activations for level in levels)
+    if levels and not asked_for:
+        return {}
     try:
         measured = family.calibrate(*ESTIMATORS)
     except QuantizationError as error:
+        if asked_for:
+            raise
         text = f"the search leaves static recipes out: {error.what}"
         family.say([Note(code="search-without-static", text=text)])
         return {}
@@ -279,10 +293,11 @@ def _notes(result: SearchResult, told: Mapping[str, Any], family: Family) -> lis
     notes = [Note(code="search", text=text)]
     took, whole = best.evaluation.latency_ms, result.float32.evaluation.latency_ms
     if family.options.max_latency is None and took > _SLOWER * whole > 0:
-        text = (
-            f"auto: the file takes {took / whole:.2f} times as long as float32 here; --max-latency "
-            "100% searches for one that does not"
-        )
+        text = f"auto: the file takes {took / whole:.2f} times as long as float32 here; "
+        if "int16-static" in result.best.levels or "int16" in result.best.recipe.name:
+            text += "LiteRT has no fast kernels for 16-bit activations"
+        else:
+            text += "--max-latency 100% searches for one that does not"
         notes.append(Note(code="search-slower", text=text))
     if not result.finished:
         text = "the time limit ended the search: the best so far was taken; run it again to go on"

@@ -72,6 +72,7 @@ class FamilyOptions:
     estimator: str = "minmax"
     metric: TaskMetric | None = None
     optimize: str = "size"
+    levels: tuple[str, ...] = ()  # that a search may choose from; () for all
     max_size: float | None = None  # largest file of a search, as a share of the float file
     max_latency: float | None = None  # longest run, likewise
     time_limit_s: float | None = None

@@ -80,6 +80,20 @@ def chosen_estimator(name: str) -> str:
     return name
 
 
+def chosen_levels(names: Sequence[str]) -> tuple[str, ...]:
+    """The names of levels that a search may choose from.
+
+    Raises:
+        OptionError: one is unknown.
+    """
+    from tpu2edge.quantize.sensitivity import LEVELS
+
+    for name in names:
+        if name not in LEVELS:
+            raise OptionError(f"--level '{name}' is unknown", do=f"known: {', '.join(LEVELS)}")
+    return tuple(dict.fromkeys(names))
+
+
 def family_options(
     recipes: Sequence[str | Path],
     *,
@@ -90,6 +104,7 @@ def family_options(
     estimator: str = "minmax",
     metric: str | None = None,
     optimize: str = "size",
+    levels: Sequence[str] = (),
     max_size: float | str | None = None,
     max_latency: float | str | None = None,
     time_limit_s: float | None = None,
@@ -111,9 +126,9 @@ def family_options(
     if optimize not in ("size", "latency"):
         raise OptionError(f"--optimize '{optimize}' is unknown", do="known: size, latency")
     for_search = (max_size, max_latency, time_limit_s)
-    if (optimize != "size" or for_search != (None, None, None)) and not has_auto:
+    if (optimize != "size" or levels or for_search != (None, None, None)) and not has_auto:
         raise OptionError(
-            "--optimize, --max-size, --max-latency and --time-limit are for a search",
+            "--optimize, --level, --max-size, --max-latency and --time-limit are for a search",
             do="add --recipe auto, or leave them away",
         )
     if time_limit_s is not None and not time_limit_s > 0:
@@ -139,6 +154,7 @@ def family_options(
         estimator=chosen_estimator(estimator),
         metric=load_task_metric(metric) if metric is not None else None,
         optimize=optimize,
+        levels=chosen_levels(levels),
         max_size=_share("--max-size", max_size),
         max_latency=_share("--max-latency", max_latency),
         time_limit_s=time_limit_s,
@@ -180,6 +196,7 @@ def options_of(request: FamilyRequest) -> FamilyOptions:
         estimator=request.estimator,
         metric=request.metric,
         optimize=request.optimize,
+        levels=request.levels,
         max_size=request.max_size,
         max_latency=request.max_latency,
         time_limit_s=request.time_limit_s,

@@ -64,6 +64,7 @@ def export_model(
     calibration_method: str = "minmax",
     metric: str | None = None,
     optimize: str = "size",
+    levels: Sequence[str] = (),
     max_size: float | str | None = None,
     max_latency: float | str | None = None,
     time_limit_s: float | None = None,
@@ -105,6 +106,8 @@ def export_model(
         calibration_method: how a range is made of them: "minmax", "moving-average", "percentile", "mse".
         metric: a function of your own, "file.py:accuracy" (docs/budgets.md), as a case of the report.
         optimize: what "auto" makes small, "size" or "latency".
+        levels: what "auto" may choose from for each layer (``tpu2edge.quantize.sensitivity.LEVELS``);
+            float32 only if it is named, too. All if none is.
         max_size: the largest file that "auto" may choose, as a share of the float file (0.4 or "40%").
         max_latency: the longest run, likewise; the answer then depends on what was timed.
         time_limit_s: when "auto" ends with the best it has.
@@ -151,6 +154,7 @@ def export_model(
             estimator=calibration_method,
             metric=metric,
             optimize=optimize,
+            levels=levels,
             max_size=max_size,
             max_latency=max_latency,
             time_limit_s=time_limit_s,

@@ -70,6 +70,7 @@ class FamilyRequest(Request):
     estimator: str = "minmax"
     metric: str | None = None
     optimize: str = "size"
+    levels: tuple[str, ...] = ()
     max_size: str | None = None
     max_latency: str | None = None
     time_limit_s: float | None = None

@@ -293,6 +293,7 @@ def test_export_hands_every_option_on(exported: dict[str, Any], tmp_path: Path) 
     arguments += " --device host --device qemu --threads 2 --seed 7 --force"
     arguments += " --reference tpu-emulated:v6e@high --recipe-file r.json --keep-float head"
     arguments += " --calibration-data c.npz --calibration-method mse --metric m.py:top1"
+    arguments += " --level int8-static --level float32"
     arguments += " --optimize latency --max-size 40% --max-latency 1.1 --time-limit 60"
     arguments += " --device-file d.toml"
     assert main(["export", *arguments.split()]) == 1
@@ -316,6 +317,7 @@ def test_export_hands_every_option_on(exported: dict[str, Any], tmp_path: Path) 
         "estimator": "mse",
         "metric": "m.py:top1",
         "optimize": "latency",
+        "levels": ("int8-static", "float32"),
         "max_size": "40%",
         "max_latency": "1.1",
         "time_limit_s": 60.0,
@@ -349,6 +351,7 @@ def test_export_has_the_documented_defaults(exported: dict[str, Any]) -> None:
         "estimator": "minmax",
         "metric": None,
         "optimize": "size",
+        "levels": (),
         "max_size": None,
         "max_latency": None,
         "time_limit_s": None,

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpu2edge.errors import BundleError, OptionError
+from tpu2edge.errors import BundleError, OptionError, QuantizationError
 from tpu2edge.flatbuffer import read_tflite
 from tpu2edge.quantize.apply import Quantizer
 from tpu2edge.quantize.recipes import Recipe, recipe_from_file
@@ -141,6 +141,46 @@ class Imagined:
 
 def found_by(world: Imagined, folder: Path, **options: Any):
     return search(world.source, folder / "best.tflite", quantizer=world, evaluator=world, **options)
+
+
+class Timed(Imagined):
+    """The same with times: what an op takes at a level depends on its kind."""
+
+    #: Dynamic convolutions that are slow and matrices that are fast, as on x86.
+    TIMES: Mapping[str, Mapping[str, float]] = {
+        "CONV_2D": {"int8-dynamic": 3.0, "int8-weights": 1.1},
+        "CONV_2D_TRANSPOSE": {"int8-dynamic": 3.0, "int8-weights": 1.1},
+        "DEPTHWISE_CONV_2D": {"int8-dynamic": 3.0, "int8-weights": 1.1},
+        "FULLY_CONNECTED": {"int8-dynamic": 0.3, "int8-weights": 1.1},
+    }
+
+    def __call__(self, model: Path, *, held_out: bool) -> Evaluation:
+        evaluation = super().__call__(model, held_out=held_out)
+        levels = self.levels(json.loads(self.runs[-1][0]))
+        took = [
+            unit.macs * self.TIMES.get(unit.op, {}).get(level, 1.0)
+            for unit, level in zip(self.units, levels, strict=True)
+        ]
+        return replace(evaluation, latency_ms=sum(took) / 1e6)
+
+
+def test_the_fastest_mix_goes_by_what_each_kind_of_op_takes_here(mixed: Path, tmp_path: Path):
+    world = Timed(mixed, 30.0)
+    found = found_by(world, tmp_path, optimize="latency")
+    assert found.met
+    chosen = world.levels(list(found.best.recipe.rules))
+    for unit, level in zip(world.units, chosen, strict=True):
+        if "CONV" in unit.op:
+            assert level != "int8-dynamic"
+    fast = sum(
+        unit.macs
+        for unit, level in zip(world.units, chosen, strict=True)
+        if unit.op == "FULLY_CONNECTED" and level == "int8-dynamic"
+    )
+    assert fast > 0.5 * sum(unit.macs for unit in world.units if unit.op == "FULLY_CONNECTED")
+    # No whole recipe is as fast: int8 slows the convolutions down, float32 the matrices.
+    whole = [row.evaluation.latency_ms for row in found.rows if row.recipe.name != "auto"]
+    assert found.best.evaluation.latency_ms < 0.999 * min(whole)
 
 
 @pytest.mark.parametrize("seed", [3, 4])
@@ -312,20 +352,23 @@ def test_pareto_keeps_what_no_other_beats():
 
 
 class Real:
-    """Runs files for real, and compares with the float file."""
+    """Runs files for real, and compares one output with the float file's."""
 
-    def __init__(self, source: Path, target_db: float) -> None:
+    def __init__(
+        self, source: Path, target_db: float, samples: list[dict[str, Any]], output: str
+    ) -> None:
         self.target_db = target_db
-        rng = np.random.default_rng(11)
-        rows = rng.standard_normal((24, 1, WIDTHS[0])).astype("float32")
-        self.samples = {False: [{"x": x} for x in rows[:12]], True: [{"x": x} for x in rows[12:]]}
+        half = len(samples) // 2
+        self.samples = {False: samples[:half], True: samples[half:]}
+        self.output = output
         self.session = Session(source)
         self.wanted = {key: self._run(samples) for key, samples in self.samples.items()}
         self.runs = 0
 
     def _run(self, samples: list[dict[str, Any]]) -> np.ndarray:
         name = self.session.signatures[0].name
-        return np.stack([out["y"] for out in self.session.run(name, samples)]).astype("float64")
+        outs = self.session.run(name, samples)
+        return np.stack([out[self.output] for out in outs]).astype("float64")
 
     def __call__(self, model: Path, *, held_out: bool) -> Evaluation:
         self.runs += 1
@@ -340,9 +383,91 @@ class Real:
 
 @pytest.fixture
 def real(chain: Path) -> Iterator[Real]:
-    evaluator = Real(chain, 30.0)
+    rows = np.random.default_rng(11).standard_normal((24, 1, WIDTHS[0])).astype("float32")
+    evaluator = Real(chain, 30.0, [{"x": x} for x in rows], "y")
     yield evaluator
     evaluator.session.close()
+
+
+@pytest.fixture
+def real_mixed(mixed: Path) -> Iterator[Real]:
+    rng = np.random.default_rng(12)
+    samples = [
+        {
+            "image": rng.standard_normal((1, 3, 16, 16)).astype("float32"),
+            "ids": rng.integers(0, 100, (1, 12)).astype("int32"),
+        }
+        for _ in range(32)
+    ]
+    evaluator = Real(mixed, 30.0, samples, "logits")
+    yield evaluator
+    evaluator.session.close()
+
+
+@pytest.fixture(scope="module")
+def wide_ranges(mixed_ranges) -> dict[str, Any]:
+    """Of the mixed network, with room for the samples that are made up here."""
+    return {"minmax": {name: (low * 1.5, high * 1.5) for name, (low, high) in mixed_ranges.items()}}
+
+
+def test_static_levels_that_were_asked_for_are_mixed_until_the_budget_is_met(
+    mixed: Path, real_mixed: Real, wide_ranges, tmp_path: Path
+):
+    real_mixed.target_db = 45.0  # between all in 8 bits and all in 16
+    with Quantizer(mixed, remember=True) as quantizer:
+        found = search(
+            mixed,
+            tmp_path / "best.tflite",
+            quantizer=quantizer,
+            evaluator=real_mixed,
+            ranges=wide_ranges,
+            levels=("int8-static", "int16-static"),
+        )
+        whole = {row.recipe.name: row for row in found.rows if row.recipe.name != "auto"}
+        assert (
+            whole["int8-static"].evaluation.sqnr_db < 45 < whole["int16-static"].evaluation.sqnr_db
+        )
+        assert found.met
+        assert found.best.levels["int8-static"] >= 1
+        # Rows that are looked up have no static kernel: what the static recipes do to them, too.
+        assert set(found.best.levels) == {"int8-static", "int16-static", "int8-dynamic"}
+        assert found.best.levels["int8-dynamic"] == 1
+        again = tmp_path / "again.tflite"
+        quantizer.quantize(
+            again, recipe_from_file(tmp_path / "best.recipe.json"), wide_ranges["minmax"]
+        )
+    assert again.read_bytes() == (tmp_path / "best.tflite").read_bytes()
+    tensors = read_tflite(again).subgraphs[0].tensors
+    assert {"int8", "int16"} <= {tensor.dtype for tensor in tensors}
+
+
+def test_float32_is_no_answer_where_only_static_levels_were_asked_for(
+    mixed: Path, real_mixed: Real, wide_ranges, tmp_path: Path
+):
+    real_mixed.target_db = 90.0
+    with Quantizer(mixed, remember=True) as quantizer:
+        found = search(
+            mixed,
+            tmp_path / "best.tflite",
+            quantizer=quantizer,
+            evaluator=real_mixed,
+            ranges=wide_ranges,
+            levels=("int8-static",),
+        )
+    assert not found.met
+    assert found.best.recipe.rules
+    assert found.float32.evaluation.budget_margin > 0
+
+
+def test_static_levels_without_ranges_are_refused(chain: Path, real: Real, tmp_path: Path):
+    with pytest.raises(QuantizationError, match="'int8-static' needs calibration"):
+        search(
+            chain,
+            tmp_path / "best.tflite",
+            quantizer=Quantizer(chain),
+            evaluator=real,
+            levels=("int8-weights", "int8-static"),
+        )
 
 
 def test_on_real_files_it_finds_what_trying_all_finds(chain: Path, real: Real, tmp_path: Path):

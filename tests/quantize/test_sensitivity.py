@@ -18,8 +18,10 @@ from tpu2edge.quantize.sensitivity import (
     LEVELS,
     NoiseModel,
     Unit,
+    between_of,
     cheapest,
     expected_bytes,
+    producers_of,
     rules_of,
     shared_bytes,
     units_of,
@@ -61,6 +63,42 @@ def test_blocks_are_offered_only_where_they_divide_the_width(mixed: Path):
         weight = next(w for w in summarize(file).weights if w.name == one.tensors[0])
         if one.op in ("FULLY_CONNECTED", "EMBEDDING_LOOKUP"):
             assert ("int4-dynamic-b32" in one.levels) == (weight.shape[-1] % 32 == 0)
+
+
+def test_static_levels_are_offered_with_ranges_and_where_there_are_kernels(mixed: Path):
+    file = read_tflite(mixed)
+    static = {level.name for level in LEVELS.values() if level.activations}
+    assert not any(static & set(unit.levels) for unit in units_of(file))
+    units = {unit.op: unit for unit in units_of(file, calibrated=True)}
+    assert static <= set(units["FULLY_CONNECTED"].levels)
+    assert not static & set(units["EMBEDDING_LOOKUP"].levels)
+    assert static & set(units["DEPTHWISE_CONV_2D"].levels) == {"int8-static", "int16-static"}
+
+
+def test_ops_without_weights_are_units_of_static_levels(mixed: Path):
+    file = read_tflite(mixed)
+    between = between_of(file, ("int8-static", "int16-static"))
+    by_op = {unit.op: unit for unit in between}
+    assert by_op["SOFTMAX"].levels == (FLOAT, "int8-static", "int16-static")
+    assert by_op["SOFTMAX"].elements == 0
+    assert not {unit.op for unit in between} & {"FULLY_CONNECTED", "CONV_2D", "EMBEDDING_LOOKUP"}
+    graph = file.subgraphs[0]
+    dtypes = {tensor.name: tensor.dtype for tensor in graph.tensors}
+    assert {dtypes[name] for unit in between for name in unit.tensors} == {"float32"}
+
+
+def test_producers_are_the_units_whose_outputs_are_read(mixed: Path):
+    file = read_tflite(mixed)
+    units = units_of(file) + between_of(file, ("int8-static",))
+    producers = producers_of(file, units)
+    (softmax,) = [i for i, unit in enumerate(units) if unit.op == "SOFTMAX"]
+    (last,) = producers[softmax]
+    assert last is not None
+    assert units[last].op == "FULLY_CONNECTED"
+    (embedding,) = [i for i, unit in enumerate(units) if unit.op == "EMBEDDING_LOOKUP"]
+    assert producers[embedding] == {None}  # an input of the model
+    (joined,) = [i for i, unit in enumerate(units) if unit.op == "CONCATENATION"]
+    assert {units[i].op for i in producers[joined] if i is not None} == {"MEAN", "MUL"}
 
 
 def test_ops_that_share_their_weights_are_one_unit(make_linear):
