@@ -19,23 +19,28 @@ been.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
-import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal
 
-from tpu2edge.errors import BundleError, OptionError, QuantizationError
+from tpu2edge.errors import OptionError, QuantizationError
 from tpu2edge.files import canonical_json, sha256_of, temporary_beside, write_atomically
 from tpu2edge.flatbuffer import read_tflite
 from tpu2edge.quantize.apply import Ranges
+from tpu2edge.quantize.measuring import (
+    Bench,
+    Evaluation,
+    Evaluator,
+    Memo,
+    QuantizerLike,
+    TimeIsOut,
+    scratch_place,
+)
 from tpu2edge.quantize.recipes import Recipe, recipe
 from tpu2edge.quantize.sensitivity import (
     FLOAT,
@@ -64,42 +69,7 @@ __all__ = [
     "search",
 ]
 
-#: Of the checkpoint. 1: 2026-12-01.
-FORMAT_VERSION = 1
-
 Goal = Literal["size", "latency"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluation:
-    """How one file did. ``budget_margin`` is the worst bound's distance from its limit, in dB for
-    bounds on the SQNR, relative for others; below 0 the budget is not met."""
-
-    budget_margin: float
-    sqnr_db: float  # of the worst output and sample
-    latency_ms: float
-    size_bytes: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-class Evaluator(Protocol):
-    """Runs a file and compares it with the reference; what a budget is, is its own affair.
-
-    An evaluator may have a method ``probe(model) -> Evaluation`` besides, which takes fewer of the
-    search samples and no care with the latency. Single units are measured by it.
-    """
-
-    def __call__(self, model: Path, *, held_out: bool) -> Evaluation:
-        """The figures on the samples of the search, or on those that are held out from it."""
-        ...
-
-
-class QuantizerLike(Protocol):
-    """What makes files of recipes: a Quantizer, best one that remembers."""
-
-    def quantize(self, target: Path, recipe: Recipe, ranges: Ranges | None = None) -> Any:
-        """Write to ``target`` what ``recipe`` makes of the float file."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,96 +201,28 @@ def search(
     if optimize not in ("size", "latency"):
         raise OptionError(f"cannot optimize '{optimize}'", do="known: size, latency")
     with tempfile.TemporaryDirectory(
-        prefix=".tpu2edge-search-", dir=_scratch_place(source, target)
+        prefix=".tpu2edge-search-", dir=scratch_place(source, target)
     ) as folder:
         run = _Search(
             source=source,
             target=target,
-            scratch=Path(folder) / "candidate.tflite",
-            quantizer=quantizer,
+            bench=Bench(
+                source,
+                Path(folder),
+                quantizer=quantizer,
+                ranges=dict(ranges or {}),
+                memo=Memo(checkpoint, source, fingerprint),
+                time_limit_s=time_limit_s,
+                max_evaluations=max_evaluations,
+            ),
             evaluator=evaluator,
-            ranges=dict(ranges or {}),
             levels=levels,
             goal=optimize,
             slowest=slowest,
             largest=largest,
-            deadline=None if time_limit_s is None else time.monotonic() + time_limit_s,
-            max_evaluations=max_evaluations,
-            memo=_Memo(checkpoint, source, fingerprint),
             progress=progress,
         )
         return run.run()
-
-
-def _scratch_place(source: Path, target: Path) -> Path:
-    """Where the files that are only measured go: into memory if they are small beside it.
-
-    A search writes some gigabytes, and a disk that is busy with them is what it would wait for.
-    """
-    memory = Path("/dev/shm")
-    size = source.stat().st_size
-    fits = memory.is_dir() and os.access(memory, os.W_OK) and size <= _IN_MEMORY
-    if fits and shutil.disk_usage(memory).free >= 8 * size:
-        return memory
-    return target.parent
-
-
-class _Out(Exception):
-    """The time is out, or the number of evaluations."""
-
-
-class _Memo:
-    """All measurements by what was measured; on disk after each, if there is a file for it."""
-
-    def __init__(self, path: Path | None, source: Path, fingerprint: str) -> None:
-        self.path = path
-        self.head = {
-            "format_version": FORMAT_VERSION,
-            "source_sha256": sha256_of(source),
-            "fingerprint": fingerprint,
-        }
-        self.measured: dict[str, Evaluation] = {}
-        self.seconds = 0.0
-        if path is not None and path.exists():
-            self._load(path)
-
-    def _load(self, path: Path) -> None:
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            head = {key: data[key] for key in self.head}
-            measured = {key: Evaluation(**value) for key, value in data["measured"].items()}
-            seconds = float(data["seconds"])
-        except (OSError, ValueError, KeyError, TypeError) as err:
-            raise BundleError(
-                f"'{path}' is no checkpoint of a search, or a damaged one: {err}",
-                do="remove it to begin anew",
-            ) from err
-        for key, value in self.head.items():
-            if head[key] != value:
-                raise OptionError(
-                    f"the checkpoint '{path}' belongs to another search: its {key} is "
-                    f"'{head[key]}', not '{value}'",
-                    do="name another file, or remove it to begin anew",
-                )
-        self.measured, self.seconds = measured, seconds
-
-    def put(self, key: str, evaluation: Evaluation, seconds: float) -> None:
-        self.measured[key] = evaluation
-        if self.path is None:
-            return
-        rows = {
-            name: {
-                "budget_margin": e.budget_margin,
-                "sqnr_db": e.sqnr_db,
-                "latency_ms": e.latency_ms,
-                "size_bytes": e.size_bytes,
-                "metrics": dict(e.metrics),
-            }
-            for name, e in self.measured.items()
-        }
-        # Not canonical_json: an exact result has an infinite SQNR, which JSON proper cannot say.
-        text = json.dumps({**self.head, "seconds": seconds, "measured": rows}, indent=1)
-        write_atomically(self.path, text)
 
 
 # Plain recipes to begin with, by the level that they give to all units.
@@ -348,7 +250,6 @@ _DERIVED_SHARE = 0.10  # of one that was, at another level
 _HOPE = 0.7  # what a guessed noise is multiplied by before it is measured
 _HOPE_SMALL = 0.3
 _MISSES = 40  # steps of 1.3 in the noise: 46 dB
-_IN_MEMORY = 512 << 20
 _ALIKE = 0.05  # times, as shares of the float file's
 _OBSTACLES = 8
 _ASTRAY = 2.0  # by how much a sum of noises may be off before its parts are measured again
@@ -370,21 +271,15 @@ _WORTH_SMALL = 0.001
 class _Search:
     source: Path
     target: Path
-    scratch: Path
-    quantizer: QuantizerLike
+    bench: Bench
     evaluator: Evaluator
-    ranges: dict[str, Ranges]
     levels: tuple[str, ...] | None
     goal: Goal
     slowest: float | None
     largest: float | None
-    deadline: float | None
-    max_evaluations: int | None
-    memo: _Memo
     progress: Progress
 
     def __post_init__(self) -> None:
-        self.started = time.monotonic()
         self.file = read_tflite(self.source)
         self.units = units_of(self.file, self.levels)
         self.macs = sum(unit.macs for unit in self.units) or 1
@@ -393,8 +288,6 @@ class _Search:
         self.assignments: dict[str, Assignment] = {}
         self.best: Candidate | None = None
         self.on_disk = ""
-        self.built = ""  # what lies in scratch
-        self.now = 0
         self.floor = 0.0
         self.kept_size = self.source.stat().st_size
         probe = getattr(self.evaluator, "probe", None)
@@ -404,11 +297,11 @@ class _Search:
         self.statics = [
             level
             for level in LEVELS
-            if self.ranges
+            if self.bench.ranges
             and LEVELS[level].activations
             and (self.levels is None or level in self.levels)
         ]
-        self.estimator = min(self.ranges, default=None)
+        self.estimator = min(self.bench.ranges, default=None)
         self.opened = False  # static levels are among the units'
         self.producers: list[frozenset[int | None]] = []
         self.fully: set[tuple[int, str]] = set()  # measured alone, on all samples
@@ -418,63 +311,17 @@ class _Search:
         self.scale = 1.0  # what sums of noises have to be multiplied by
         self.splicer: Splicer | None = None
         if self.source.stat().st_size >= _SPLICED:
-            patched = self.scratch.with_name("patched.tflite")
+            patched = self.bench.place.with_name("patched.tflite")
             self.splicer = Splicer(self.file, patched, self._whole_file)
 
     # ---------------------------------------------------------------------------- measuring
 
-    def _key(self, what: Recipe, ranges: str | None, kind: str) -> str:
-        text = json.dumps([what.to_json(), ranges if what.needs_calibration else None])
-        return f"{kind} {hashlib.sha256(text.encode()).hexdigest()[:32]}"
-
-    def _check_time(self) -> None:
-        if self.deadline is not None and time.monotonic() >= self.deadline:
-            raise _Out
-        if self.max_evaluations is not None and len(self.memo.measured) >= self.max_evaluations:
-            raise _Out
-
-    def _build(self, what: Recipe, ranges: str | None) -> Path:
-        key = self._key(what, ranges, "file")
-        if key == self.built:  # it is there
-            return self.scratch
-        self.built = ""
-        if what.rules:
-            known = self.ranges[ranges] if ranges is not None and what.needs_calibration else None
-            self.quantizer.quantize(self.scratch, what, known)
-        else:
-            shutil.copyfile(self.source, self.scratch)
-        self.built = key
-        return self.scratch
-
-    def _measure(
-        self,
-        what: Recipe,
-        ranges: str | None,
-        kind: str,
-        run: Callable[[Path], Evaluation],
-        make: Callable[[], Path] | None = None,
-    ) -> Evaluation:
-        key = self._key(what, ranges, kind)
-        known = self.memo.measured.get(key)
-        if known is not None:
-            return known
-        if kind != "held-out":
-            self._check_time()
-        path = make() if make is not None else self._build(what, ranges)
-        evaluation = replace(run(path), size_bytes=path.stat().st_size)
-        self.now += 1
-        self.memo.put(key, evaluation, self._seconds())
-        return evaluation
-
     def _whole_file(self, level: str) -> Path:
         """A file that has all units at a level, to take weights from."""
-        target = self.scratch.with_name(f"{level}.tflite")
-        rules = rules_of(self.units, self._everywhere(level))
-        self.quantizer.quantize(target, Recipe(name="auto", rules=rules))
-        return target
-
-    def _seconds(self) -> float:
-        return self.memo.seconds + time.monotonic() - self.started
+        return self.bench.beside(
+            f"{level}.tflite",
+            Recipe(name="auto", rules=rules_of(self.units, self._everywhere(level))),
+        )
 
     def _full(
         self,
@@ -485,10 +332,10 @@ class _Search:
         whole: bool = False,
     ) -> Candidate:
         """The figures of one file on all samples of the search; it may become the best."""
-        key = self._key(what, ranges, "full")
+        key = self.bench.key(what, ranges, "full")
         if key in self.rows:
             return self.rows[key]
-        evaluation = self._measure(
+        evaluation = self.bench.measure(
             what, ranges, "full", lambda path: self.evaluator(path, held_out=False)
         )
         counts: dict[str, int] = {}
@@ -504,7 +351,7 @@ class _Search:
         if assignment is not None:
             self.assignments[key] = assignment
         self._consider(row)
-        self.progress("search", len(self.memo.measured), None)
+        self.progress("search", len(self.bench.memo.measured), None)
         return row
 
     def _consider(self, row: Candidate) -> None:
@@ -517,12 +364,12 @@ class _Search:
 
     def _publish(self, row: Candidate) -> None:
         """Put the file and its recipe on disk, unless they are there."""
-        key = self._key(row.recipe, row.ranges, "full")
+        key = self.bench.key(row.recipe, row.ranges, "full")
         if key == self.on_disk:
             return
-        self._build(row.recipe, row.ranges)
+        self.bench.build(row.recipe, row.ranges)
         with temporary_beside(self.target) as temporary:
-            shutil.copyfile(self.scratch, temporary)
+            shutil.copyfile(self.bench.place, temporary)
             temporary.replace(self.target)
         write_atomically(
             self.target.with_suffix(".recipe.json"), canonical_json(row.recipe.to_json())
@@ -538,7 +385,7 @@ class _Search:
 
     def _usual_time(self, row: Candidate) -> float:
         """By LEVELS' figures, as a share of float32's: the same on every machine."""
-        assignment = self.assignments.get(self._key(row.recipe, row.ranges, "full"))
+        assignment = self.assignments.get(self.bench.key(row.recipe, row.ranges, "full"))
         if assignment is None:
             whole = next((one for one, name in _STATIC.items() if name == row.recipe.name), FLOAT)
             return LEVELS[whole].time
@@ -600,7 +447,7 @@ class _Search:
         if splicer is not None and splicer.possible(self.units[unit]):
             make, kind = (lambda: splicer.put(self.units[unit], level)), f"spliced {kind}"
         try:
-            evaluation = self._measure(alone, ranges, kind, run, make)
+            evaluation = self.bench.measure(alone, ranges, kind, run, make)
         except QuantizationError:  # upstream cannot, whatever its policy says
             self.model.measured[unit, level] = math.inf
             return
@@ -610,7 +457,7 @@ class _Search:
             self.model.bytes[unit, level] = (
                 evaluation.size_bytes - self.kept_size - shared_bytes(self.units, assignment)
             )
-        self.progress("search", len(self.memo.measured), None)
+        self.progress("search", len(self.bench.memo.measured), None)
 
     # -------------------------------------------------------------------------------- steps
 
@@ -620,16 +467,15 @@ class _Search:
         try:
             self._plain()
             self._mixes()
-        except _Out:
+        except TimeIsOut:
             finished = False
         best, met = self._finish(float32)
         return self._result(best, met, finished, float32)
 
     def _full_unlimited(self) -> Candidate:
-        deadline, most = self.deadline, self.max_evaluations
-        self.deadline = self.max_evaluations = None
+        self.bench.unlimited = True
         row = self._full(Recipe(name=FLOAT, rules=()))
-        self.deadline, self.max_evaluations = deadline, most
+        self.bench.unlimited = False
         floor = 10 ** (-row.evaluation.sqnr_db / 10)
         self.floor = floor if math.isfinite(floor) else 0.0
         self.float_ms = row.evaluation.latency_ms
@@ -665,7 +511,7 @@ class _Search:
             if level not in self.statics or (self.levels is None and level == "int16-static"):
                 continue
             known = level == "int16-static" and "int8-static" in self.model.totals
-            for estimator in [self.estimator] if known else sorted(self.ranges):
+            for estimator in [self.estimator] if known else sorted(self.bench.ranges):
                 try:
                     row = self._full(recipe(name), estimator)
                 except QuantizationError as err:
@@ -755,17 +601,17 @@ class _Search:
 
     def _kept(self) -> None:
         """Bytes of the float file as ai-edge-quantizer writes it, which others are compared to."""
-        size = self.memo.measured.get("kept")
+        size = self.bench.memo.measured.get("kept")
         if size is None:
             keep_all = Recipe(name=FLOAT, rules=(LEVELS[FLOAT].rule(".*"),))
-            self._build(keep_all, None)
+            self.bench.build(keep_all, None)
             size = Evaluation(
                 budget_margin=0.0,
                 sqnr_db=0.0,
                 latency_ms=0.0,
-                size_bytes=self.scratch.stat().st_size,
+                size_bytes=self.bench.place.stat().st_size,
             )
-            self.memo.put("kept", size, self._seconds())
+            self.bench.memo.put("kept", size, self.bench.seconds)
         self.kept_size = size.size_bytes
 
     def _allowed(self) -> float:
@@ -1110,8 +956,8 @@ class _Search:
         """The same with its figures on the held-out samples."""
         if row.held_out is not None:
             return row
-        key = self._key(row.recipe, row.ranges, "full")
-        evaluation = self._measure(
+        key = self.bench.key(row.recipe, row.ranges, "full")
+        evaluation = self.bench.measure(
             row.recipe, row.ranges, "held-out", lambda path: self.evaluator(path, held_out=True)
         )
         new = self.rows[key] = replace(row, held_out=evaluation)
@@ -1161,7 +1007,7 @@ class _Search:
     def _result(
         self, best: Candidate, met: bool, finished: bool, float32: Candidate
     ) -> SearchResult:
-        key = self._key(best.recipe, best.ranges, "full")
+        key = self.bench.key(best.recipe, best.ranges, "full")
         return SearchResult(
             met=met,
             best=best,
@@ -1170,11 +1016,11 @@ class _Search:
             obstacles=self._obstacles(self.assignments.get(key), met)
             if float32.evaluation.budget_margin >= 0
             else (),
-            evaluations=sum(key != "kept" for key in self.memo.measured),
-            evaluations_now=self.now,
-            seconds=self._seconds(),
+            evaluations=sum(key != "kept" for key in self.bench.memo.measured),
+            evaluations_now=self.bench.measured_now,
+            seconds=self.bench.seconds,
             finished=finished,
-            float32=self.rows[self._key(float32.recipe, None, "full")],
+            float32=self.rows[self.bench.key(float32.recipe, None, "full")],
         )
 
     def _obstacles(self, assignment: Assignment | None, met: bool) -> tuple[Obstacle, ...]:

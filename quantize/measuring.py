@@ -1,0 +1,257 @@
+"""What a search rests on: files made of recipes, measured once each, and what was measured kept.
+
+A checkpoint holds every measurement by what was measured. A search that was killed is run again from
+the start with all answers at hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from tpu2edge.errors import BundleError, OptionError
+from tpu2edge.files import sha256_of, write_atomically
+from tpu2edge.quantize.apply import Ranges
+from tpu2edge.quantize.recipes import Recipe
+
+__all__ = [
+    "Bench",
+    "Evaluation",
+    "Evaluator",
+    "Memo",
+    "QuantizerLike",
+    "TimeIsOut",
+    "scratch_place",
+]
+
+#: Of the checkpoint. 1: 2026-12-01.
+FORMAT_VERSION = 1
+
+# Files up to this size are measured in memory.
+_IN_MEMORY = 512 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """How one file did. ``budget_margin`` is the worst bound's distance from its limit, in dB for
+    bounds on the SQNR, relative for others; below 0 the budget is not met."""
+
+    budget_margin: float
+    sqnr_db: float  # of the worst output and sample
+    latency_ms: float
+    size_bytes: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Evaluator(Protocol):
+    """Runs a file and compares it with the reference; what a budget is, is its own affair.
+
+    An evaluator may have a method ``probe(model) -> Evaluation`` besides, which takes fewer of the
+    search samples and no care with the latency. Single units are measured by it.
+    """
+
+    def __call__(self, model: Path, *, held_out: bool) -> Evaluation:
+        """The figures on the samples of the search, or on those that are held out from it."""
+        ...
+
+
+class QuantizerLike(Protocol):
+    """What makes files of recipes: a Quantizer, best one that remembers."""
+
+    def quantize(self, target: Path, recipe: Recipe, ranges: Ranges | None = None) -> Any:
+        """Write to ``target`` what ``recipe`` makes of the float file."""
+        ...
+
+
+def scratch_place(source: Path, target: Path) -> Path:
+    """Where the files that are only measured go: into memory if they are small beside it.
+
+    A search writes some gigabytes, and a disk that is busy with them is what it would wait for.
+    """
+    memory = Path("/dev/shm")
+    size = source.stat().st_size
+    fits = memory.is_dir() and os.access(memory, os.W_OK) and size <= _IN_MEMORY
+    if fits and shutil.disk_usage(memory).free >= 8 * size:
+        return memory
+    return target.parent
+
+
+class TimeIsOut(Exception):
+    """The time is out, or the number of evaluations."""
+
+
+class Memo:
+    """All measurements by what was measured; on disk after each, if there is a file for it.
+
+    Args:
+        path: of that file; if it is there, it is gone on with.
+        source: the float file.
+        fingerprint: of what files are compared with.
+
+    Raises:
+        BundleError: the file is damaged.
+        OptionError: it belongs to another search.
+    """
+
+    def __init__(self, path: Path | None, source: Path, fingerprint: str) -> None:
+        self.path = path
+        self.head = {
+            "format_version": FORMAT_VERSION,
+            "source_sha256": sha256_of(source),
+            "fingerprint": fingerprint,
+        }
+        self.measured: dict[str, Evaluation] = {}
+        self.seconds = 0.0
+        if path is not None and path.exists():
+            self._load(path)
+
+    def _load(self, path: Path) -> None:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            head = {key: data[key] for key in self.head}
+            measured = {key: Evaluation(**value) for key, value in data["measured"].items()}
+            seconds = float(data["seconds"])
+        except (OSError, ValueError, KeyError, TypeError) as err:
+            raise BundleError(
+                f"'{path}' is no checkpoint of a search, or a damaged one: {err}",
+                do="remove it to begin anew",
+            ) from err
+        for key, value in self.head.items():
+            if head[key] != value:
+                raise OptionError(
+                    f"the checkpoint '{path}' belongs to another search: its {key} is "
+                    f"'{head[key]}', not '{value}'",
+                    do="name another file, or remove it to begin anew",
+                )
+        self.measured, self.seconds = measured, seconds
+
+    def put(self, key: str, evaluation: Evaluation, seconds: float) -> None:
+        """Keep one; ``seconds`` is what the search has taken so far."""
+        self.measured[key] = evaluation
+        if self.path is None:
+            return
+        rows = {
+            name: {
+                "budget_margin": e.budget_margin,
+                "sqnr_db": e.sqnr_db,
+                "latency_ms": e.latency_ms,
+                "size_bytes": e.size_bytes,
+                "metrics": dict(e.metrics),
+            }
+            for name, e in self.measured.items()
+        }
+        # Not canonical_json: an exact result has an infinite SQNR, which JSON proper cannot say.
+        text = json.dumps({**self.head, "seconds": seconds, "measured": rows}, indent=1)
+        write_atomically(self.path, text)
+
+
+class Bench:
+    """Makes files of recipes, one at a time in one place, and measures each once.
+
+    Args:
+        source: the float file.
+        folder: for the files, which are gone with it.
+        quantizer: makes them.
+        ranges: of activations, by estimator.
+        memo: what is known, and where it is kept.
+        time_limit_s: after this nothing new is measured but on held-out samples.
+        max_evaluations: the same, counted.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        folder: Path,
+        *,
+        quantizer: QuantizerLike,
+        ranges: Mapping[str, Ranges],
+        memo: Memo,
+        time_limit_s: float | None = None,
+        max_evaluations: int | None = None,
+    ) -> None:
+        self.source = source
+        self.place = folder / "candidate.tflite"
+        self.ranges = ranges
+        self.memo = memo
+        self.measured_now = 0
+        self.unlimited = False
+        self._quantizer = quantizer
+        self._built = ""  # what lies in the place
+        self._started = time.monotonic()
+        self._deadline = None if time_limit_s is None else self._started + time_limit_s
+        self._max_evaluations = max_evaluations
+
+    @property
+    def seconds(self) -> float:
+        """Of the search so far, of its earlier runs too."""
+        return self.memo.seconds + time.monotonic() - self._started
+
+    def key(self, what: Recipe, ranges: str | None, kind: str) -> str:
+        """What one kind of measurement of one file is called."""
+        text = json.dumps([what.to_json(), ranges if what.needs_calibration else None])
+        return f"{kind} {hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+    def build(self, what: Recipe, ranges: str | None) -> Path:
+        """The file that a recipe makes; it is there until the next one is made."""
+        key = self.key(what, ranges, "file")
+        if key == self._built:
+            return self.place
+        self._built = ""
+        if what.rules:
+            known = self.ranges[ranges] if ranges is not None and what.needs_calibration else None
+            self._quantizer.quantize(self.place, what, known)
+        else:
+            shutil.copyfile(self.source, self.place)
+        self._built = key
+        return self.place
+
+    def beside(self, name: str, what: Recipe) -> Path:
+        """A file of that name that stays as long as the folder."""
+        target = self.place.with_name(name)
+        self._quantizer.quantize(target, what)
+        return target
+
+    def measure(
+        self,
+        what: Recipe,
+        ranges: str | None,
+        kind: str,
+        run: Callable[[Path], Evaluation],
+        make: Callable[[], Path] | None = None,
+    ) -> Evaluation:
+        """What ``run`` says of the file, or has said before.
+
+        Args:
+            what: the recipe that makes it.
+            ranges: the estimator whose ranges a static recipe takes.
+            kind: of measurement; "held-out" ones have no limit.
+            run: measures it.
+            make: makes a file that stands for it, instead of :meth:`build`.
+
+        Raises:
+            TimeIsOut: it is not known, and nothing new is to be measured.
+        """
+        key = self.key(what, ranges, kind)
+        known = self.memo.measured.get(key)
+        if known is not None:
+            return known
+        if kind != "held-out" and not self.unlimited:
+            self._check_limits()
+        path = make() if make is not None else self.build(what, ranges)
+        evaluation = replace(run(path), size_bytes=path.stat().st_size)
+        self.measured_now += 1
+        self.memo.put(key, evaluation, self.seconds)
+        return evaluation
+
+    def _check_limits(self) -> None:
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            raise TimeIsOut
+        if self._max_evaluations is not None and len(self.memo.measured) >= self._max_evaluations:
+            raise TimeIsOut
