@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from tpu2edge.quantize.apply import Quantizer, Ranges
+from tpu2edge.quantize.calibrate import calibrate
+from tpu2edge.quantize.moments import Moments
+from tpu2edge.quantize.recipes import recipe
 from tpu2edge.runtime_check.devices.client import Session
 
 DATA = Path(__file__).parents[1] / "data"
@@ -32,6 +35,20 @@ def mixed_ranges() -> Ranges:
         name: (np.full(shape, low, "float32"), np.full(shape, high, "float32"))
         for name, (shape, low, high) in stored.items()
     }
+
+
+@pytest.fixture(scope="session")
+def mixed_moments(mixed: Path) -> Moments:
+    rng = np.random.default_rng(2)
+    samples = [
+        {
+            "image": rng.standard_normal((1, 3, 16, 16)).astype("float32"),
+            "ids": rng.integers(0, 100, (1, 12)).astype("int32"),
+        }
+        for _ in range(32)
+    ]
+    recipes = [recipe("int4-gptq"), recipe("int4-oscar")]
+    return calibrate(mixed, {"serving_default": samples}, recipes=recipes).moments
 
 
 @pytest.fixture(scope="session")

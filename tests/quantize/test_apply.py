@@ -67,6 +67,18 @@ KINDS: dict[str, tuple[set[str], float, float]] = {
     "int2": ({INT2, INT8, DEPTHWISE}, 0.24, 2),
     "dynamic_wi8_afp32-octav": ({INT8, DEPTHWISE}, 0.40, 40),
     "dynamic_wi4_afp32-mse": ({INT4, "float32"}, 0.31, 20),
+    "int8-gptq": ({INT8, DEPTHWISE}, 0.40, 40),
+    "int8-oscar": ({INT8, DEPTHWISE}, 0.43, 40),
+    "int8-weight-only-gptq": ({INT8, DEPTHWISE}, 0.41, 40),
+    "int8-static-gptq": ({INT8, DEPTHWISE}, 0.49, 15),
+    "int16-static-gptq": ({INT8, DEPTHWISE}, 0.51, 20),
+    "int4-gptq": ({INT4, INT8, DEPTHWISE}, 0.29, 20),
+    "int4-oscar": ({INT4, INT8, DEPTHWISE}, 0.32, 20),
+    "int4-block32-gptq": ({"int4 blocks of 32", INT4, INT8, DEPTHWISE}, 0.28, 20),
+    "int4-block32-oscar": ({"int4 blocks of 32", INT4, INT8, DEPTHWISE}, 0.31, 20),
+    "int4-weight-only-gptq": ({INT4, INT8, DEPTHWISE}, 0.30, 20),
+    "int4-weight-only-oscar": ({INT4, INT8, DEPTHWISE}, 0.33, 20),
+    "default_af32w4float-gptq": ({INT4, "float32"}, 0.32, 15),
 }
 keep_rule = {"operation": "*", "algorithm_key": "no_quantize"}
 NOTHING = {"dynamic_wi8b32_afp32", "dynamic_wi8b64_afp32"}
@@ -75,18 +87,18 @@ NOT_RUN = {"dynamic_wi2b32_afp32", "dynamic_wi2b64_afp32"}
 
 
 def test_the_table_of_kinds_has_every_recipe():
-    assert {*KINDS} - {n for n in KINDS if "-octav" in n or "-mse" in n} == (
+    assert {*KINDS} - {n for n in KINDS if n.endswith(("-octav", "-mse", "-gptq", "-oscar"))} == (
         {*RECIPES} - NOTHING - NOT_RUN - {"float32"}
     )
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_weights_are_stored_as_the_recipe_says_and_the_file_runs(
-    tmp_path, mixed, mixed_ranges, quantizer, truth, name
+    tmp_path, mixed, mixed_ranges, mixed_moments, quantizer, truth, name
 ):
     kinds, ratio, least_db = KINDS[name]
     target = tmp_path / "q.tflite"
-    applied = quantizer.quantize(target, recipe(name), mixed_ranges)
+    applied = quantizer.quantize(target, recipe(name), mixed_ranges, moments=mixed_moments)
     found, _ = verified(mixed, target, applied)
     weights = [w for w in found.weights if w.why_float is None or "a bias" not in w.why_float]
     assert {w.kind for w in weights if not w.kind.startswith(("int32", "int64"))} == kinds
@@ -401,12 +413,6 @@ def test_a_recipe_that_does_not_quantize_writes_nothing(tmp_path, small_tflite, 
 def test_a_static_recipe_without_ranges_says_that_it_needs_calibration(tmp_path, small_tflite):
     with pytest.raises(OptionError, match="needs calibration"):
         quantize_file(small_tflite, tmp_path / "q", "int8-static")
-
-
-def test_algorithms_that_need_more_than_ranges_are_refused(tmp_path, quantizer):
-    rule = {**recipe("int8").rules[0], "algorithm_key": "GPTQ"}
-    with pytest.raises(OptionError, match="GPTQ, which needs more"):
-        quantizer.quantize(tmp_path / "q", recipe_from_rules("mine", [rule]))
 
 
 def test_a_rule_that_the_quantizer_does_not_take_is_refused_with_its_words(tmp_path, quantizer):
