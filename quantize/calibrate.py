@@ -122,7 +122,7 @@ class Calibration:
         # A low of -inf stands for a mask, which the histogram leaves out.
         least = max(low, float(histogram.edges[0]))
         if estimator == "percentile":
-            return percentile_range(histogram, least, high)
+            return percentile_range(histogram, least, high, bits)
         return mse_range(histogram, least, high, bits)
 
     def check_belongs(self, source: Path) -> None:
