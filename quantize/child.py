@@ -49,6 +49,12 @@ _PASSES = 8
 
 _LARGE = 32 << 20
 
+# Options of ops that run other graphs of the file, by which these are named.
+_CALLED = {
+    "WHILE": ("condSubgraphIndex", "bodySubgraphIndex"),
+    "IF": ("thenSubgraphIndex", "elseSubgraphIndex"),
+}
+
 # Algorithm to what it needs to know of the tensor that an op reads.
 _MOMENTS = {"GPTQ": "hessian", "OSCAR": "mu2"}
 
@@ -100,6 +106,13 @@ class Source:
             ranges: dict[str, Any] = {name: {} for name in moments.files}
             if request["ranges"]:
                 ranges = _read_ranges(request["ranges"])
+                for end in self._called_ends(_manager(rules)):
+                    deviations[_key(end)] = {**end, "instead": None}
+                    regex = f"^{re.escape(end['scope'])}$"
+                    kept = {"operation": end["op"], "algorithm_key": "no_quantize"}
+                    rules.append({"regex": regex, **kept})
+                if deviations and request["strict"]:
+                    raise Refused
             for _ in range(_PASSES):
                 manager = _manager(rules)
                 params, failed = self._params(manager, ranges, moments)
@@ -179,6 +192,42 @@ class Source:
         finally:
             algorithm_manager.get_quantization_func = real
         return params, failed
+
+    def _called_ends(self, manager: recipe_manager.RecipeManager) -> list[dict[str, Any]]:
+        """Inputs and outputs of the graphs inside of loops and branches that rules would quantize.
+
+        ai-edge-quantizer 0.10 does so, but leaves the tensors of the loop itself float, and LiteRT
+        refuses the file.
+        """
+        found: list[dict[str, Any]] = []
+        called = {
+            number: name
+            for graph in self.model.subgraphs
+            for op in graph.operators
+            for name, attributes in _CALLED.items()
+            for number in (getattr(op.builtinOptions, attribute, -1) for attribute in attributes)
+            if number >= 0
+        }
+        for number, name in sorted(called.items()):
+            graph = self.model.subgraphs[number]
+            ends: list[Any] = tfl_flatbuffer_utils.get_subgraph_input_output_operators(graph)
+            for end in ends:
+                scope = tfl_flatbuffer_utils.get_op_scope(end, graph.tensors)
+                algorithm, _ = manager.get_quantization_configs(end.op_key, scope)
+                kept = str(getattr(algorithm, "value", algorithm)) == "no_quantize"
+                types = {graph.tensors[i].type for i in (*end.inputs, *end.outputs) if i >= 0}
+                if kept or qtyping.TensorType.FLOAT32 not in types:
+                    continue
+                found.append(
+                    {
+                        "subgraph": number,
+                        "index": -1,
+                        "op": str(end.op_key.value),
+                        "scope": scope,
+                        "why": f"{name} hands floats to the graph inside it, and takes floats back",
+                    }
+                )
+        return found
 
     def _failure(self, op_info: Any, graph_info: Any, error: Exception) -> dict[str, Any]:
         tensors = graph_info.subgraph_tensors

@@ -19,6 +19,7 @@ from tpu2edge.files import sha256_of
 from tpu2edge.flatbuffer import read_tflite, signatures_of
 from tpu2edge.quantize import apply
 from tpu2edge.quantize.apply import Quantizer, quantize_file
+from tpu2edge.quantize.calibrate import calibrate
 from tpu2edge.quantize.recipes import (
     RECIPES,
     Recipe,
@@ -30,9 +31,10 @@ from tpu2edge.quantize.recipes import (
 )
 from tpu2edge.quantize.scan import verified
 from tpu2edge.quantize.scopes import op_scopes
+from tpu2edge.runtime_check.devices.client import Session
 from tpu2edge.runtime_check.metrics import sqnr_db
 
-from .conftest import run_mixed
+from .conftest import loop_tflite, run_mixed
 
 INT8, INT4, INT2 = "int8 per-channel axis 0", "int4 per-channel axis 0", "int2 per-channel axis 0"
 DEPTHWISE = "int8 per-channel axis 3"
@@ -413,6 +415,37 @@ def test_a_recipe_that_does_not_quantize_writes_nothing(tmp_path, small_tflite, 
 def test_a_static_recipe_without_ranges_says_that_it_needs_calibration(tmp_path, small_tflite):
     with pytest.raises(OptionError, match="needs calibration"):
         quantize_file(small_tflite, tmp_path / "q", "int8-static")
+
+
+@pytest.mark.parametrize("name", ["static_wi8_ai8", "int8-static-io", "int16-static-io"])
+def test_a_loop_hands_floats_to_its_body_where_inputs_are_integers(tmp_path, write_graphs, name):
+    """ai-edge-quantizer makes the body's integers, and the file does not load."""
+    source = loop_tflite(write_graphs, tmp_path / "loop.tflite")
+    start = np.int32(0).reshape(())
+    sample = {"i": start, "x": np.float32([1, -1])}
+    ranges = calibrate(source, {"serving_default": [sample]}).ranges()
+    applied = quantize_file(source, tmp_path / "q.tflite", name, ranges)
+    assert [(one.op, one.scope, one.instead) for one in applied.deviations] == [
+        ("INPUT", "ci;cx;", "float32"),
+        ("INPUT", "bi;bx;", "float32"),
+        ("OUTPUT", "bn;by;", "float32"),
+    ]
+    assert "WHILE hands floats to the graph inside it" in str(applied.deviations[0])
+    with Session(tmp_path / "q.tflite") as session:
+        (signature,) = session.signatures
+        (x,) = (spec for spec in signature.inputs if spec.name == "x")
+        (y,) = signature.outputs
+        assert x.scale is not None
+        assert y.scale is not None
+        sample["x"] = np.rint(sample["x"] / x.scale + (x.zero_point or 0)).astype(x.dtype)
+        (got,) = session.run(signature.name, [sample])
+    values = (got["y"].astype("f4") - (y.zero_point or 0)) * y.scale
+    assert values == pytest.approx([8, -8], abs=0.2)
+    again = quantize_file(source, tmp_path / "r.tflite", applied.recipe, ranges)
+    assert not again.deviations
+    assert sha256_of(tmp_path / "r.tflite") == sha256_of(tmp_path / "q.tflite")
+    with pytest.raises(QuantizationError, match="cannot be applied to 3 ops"):
+        quantize_file(source, tmp_path / "s.tflite", name, ranges, strict=True)
 
 
 def test_a_rule_that_the_quantizer_does_not_take_is_refused_with_its_words(tmp_path, quantizer):
