@@ -49,8 +49,9 @@ Recipes = Annotated[
     typer.Option(
         "--recipe",
         metavar="NAME",
-        help="How the file is quantized: float32, float16, int8, int8-static, int4 … (a name that does "
-        "not exist lists all), or auto: the smallest mix within the budget. Repeatable: one file each.",
+        help="How the file is quantized: float32, float16, int8, int8-static, int4, int8-oscar, int4-gptq … "
+        "(a name that does not exist lists all), or auto: the smallest mix within the budget. "
+        "Repeatable: one file each.",
     ),
 ]
 RecipeFiles = Annotated[
@@ -72,8 +73,8 @@ CalibrationData = Annotated[
     list[str] | None,
     typer.Option(
         metavar="PATH_OR_FUNCTION",
-        help="Samples that static recipes take the ranges of activations from: files as for "
-        "--inputs, or file.py:function, which gives samples by input name. Repeatable. Without it: "
+        help="Samples that activations are measured on, for static recipes, -gptq and -oscar: files "
+        "as for --inputs, or file.py:function, which gives samples by input name. Repeatable. Without it: "
         "half of the samples that are checked.",
     ),
 ]

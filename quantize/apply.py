@@ -21,6 +21,7 @@ from tpu2edge.children import ending
 from tpu2edge.errors import DeviceError, OptionError, QuantizationError
 from tpu2edge.files import temporary_beside
 from tpu2edge.flatbuffer import read_tflite
+from tpu2edge.quantize.moments import Moments
 from tpu2edge.quantize.recipes import Recipe
 from tpu2edge.quantize.recipes import recipe as recipe_called
 from tpu2edge.quantize.rules import stored_as_text
@@ -106,6 +107,8 @@ class Quantizer:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._ranges: Ranges | None = None
         self._ranges_files: dict[str, str] | None = None
+        self._moments: Moments | None = None
+        self._moments_folder: tempfile.TemporaryDirectory[str] | None = None
         self._scopes: list[OpScope] | None = None
 
     def __enter__(self) -> Self:
@@ -131,6 +134,7 @@ class Quantizer:
         recipe: Recipe,
         ranges: Ranges | None = None,
         *,
+        moments: Moments | None = None,
         strict: bool = False,
     ) -> Applied:
         """Write to ``target`` what ``recipe`` makes of the source, whole or not at all.
@@ -138,24 +142,27 @@ class Quantizer:
         Args:
             target: the file to write; it may exist.
             recipe: what to do.
-            ranges: of the activations, for recipes that need calibration.
+            ranges: of the activations, for static recipes.
+            moments: of the activations, for rules of GPTQ and OSCAR; an op without them gets the
+                rule before.
             strict: refuse where an op cannot be quantized as the recipe says, instead of doing
                 the next best thing and saying so.
 
         Raises:
-            OptionError: the recipe quantizes nothing, or needs ranges and got none.
+            OptionError: the recipe quantizes nothing, or needs ranges or moments and got none.
             BundleError: the source is no ``.tflite`` file.
             QuantizationError: the recipe cannot be applied.
             DeviceError: the quantizer's process died or hung.
         """
-        _check_wanted(recipe, ranges)
+        _check_wanted(recipe, ranges, moments)
         with temporary_beside(target) as temporary:
             answer = self._ask(
                 recipe.name,
                 {
                     "target": str(temporary),
                     "rules": recipe.to_json(),
-                    "ranges": self._written(ranges) if recipe.needs_calibration else None,
+                    "ranges": self._written(ranges) if recipe.needs_ranges else None,
+                    "moments": self._written_moments(moments) if recipe.needs_moments else None,
                     "strict": strict,
                 },
             )
@@ -189,6 +196,9 @@ class Quantizer:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = self._ranges = self._ranges_files = None
+        if self._moments_folder is not None:
+            self._moments_folder.cleanup()
+            self._moments_folder = self._moments = None
 
     # ------------------------------------------------------------------------------ the process
 
@@ -204,6 +214,9 @@ class Quantizer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
+            # GPTQ's products are small: with two threads they take longer (MiniLM 4.4 s, 3.0 with
+            # one), and several times as long where a core is busy.
+            env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
         )
 
     def _ask(self, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,6 +333,26 @@ class Quantizer:
             }
         return self._ranges_files
 
+    def _written_moments(self, moments: Moments | None) -> str:
+        """A folder that holds them, which no other ones have: the child remembers by its name."""
+        import numpy as np
+
+        assert moments is not None
+        if self._moments is not moments or self._moments_folder is None:
+            if self._moments_folder is not None:
+                self._moments_folder.cleanup()
+            self._moments_folder = tempfile.TemporaryDirectory(prefix="tpu2edge-moments-")
+            index: dict[str, dict[str, str]] = {}
+            for key, arrays in (("hessian", moments.hessians), ("mu2", moments.squares)):
+                for number, (name, array) in enumerate(arrays.items()):
+                    file = f"{key}{number}.npy"
+                    np.save(Path(self._moments_folder.name) / file, array)
+                    index.setdefault(name, {})[key] = file
+            text = json.dumps(index)
+            (Path(self._moments_folder.name) / "index.json").write_text(text, encoding="utf-8")
+            self._moments = moments
+        return self._moments_folder.name
+
     def _refusal(
         self, recipe: Recipe, answer: Mapping[str, Any], deviations: Sequence[Deviation]
     ) -> Exception:
@@ -359,18 +392,18 @@ def _done(instead: str) -> str:
     return "left float" if instead == "float32" else f"stored as {instead}"
 
 
-def _check_wanted(recipe: Recipe, ranges: Ranges | None) -> None:
+def _check_wanted(recipe: Recipe, ranges: Ranges | None, moments: Moments | None) -> None:
     if not recipe.rules:
         raise OptionError(
             f"recipe '{recipe.name}' quantizes nothing", do="use the float file as it is"
         )
-    if recipe.needs_samples:
+    if recipe.needs_moments and not moments:
         raise OptionError(
-            f"recipe '{recipe.name}' uses {' and '.join(recipe.needs_samples)}, which needs more of "
-            "the samples than the ranges that are collected",
-            do="use OCTAV or MSE in its place",
+            f"recipe '{recipe.name}' needs calibration: {' and '.join(recipe.needs_moments)} weighs "
+            "errors by what the layers read",
+            do="give calibration data",
         )
-    if recipe.needs_calibration and not ranges:
+    if recipe.needs_ranges and not ranges:
         raise OptionError(
             f"recipe '{recipe.name}' needs calibration: the ranges of the activations",
             do="give calibration data",
@@ -383,18 +416,20 @@ def quantize_file(
     recipe: str | Recipe,
     ranges: Ranges | None = None,
     *,
+    moments: Moments | None = None,
     log: IO[bytes] | None = None,
     strict: bool = False,
 ) -> Applied:
     """Write to ``target`` what ``recipe``, or the one of that name, makes of ``source``.
 
     Raises:
-        OptionError: there is no such recipe, it quantizes nothing, or it needs ranges and got none.
+        OptionError: there is no such recipe, it quantizes nothing, or it needs ranges or moments and
+            got none.
         BundleError: the source is no ``.tflite`` file.
         QuantizationError: the recipe cannot be applied.
         DeviceError: the quantizer's process died.
     """
     wanted = recipe_called(recipe) if isinstance(recipe, str) else recipe
-    _check_wanted(wanted, ranges)
+    _check_wanted(wanted, ranges, moments)
     with Quantizer(source, log=log) as quantizer:
-        return quantizer.quantize(target, wanted, ranges, strict=strict)
+        return quantizer.quantize(target, wanted, ranges, moments=moments, strict=strict)

@@ -1,4 +1,4 @@
-"""Ranges of a float file's activations, counted while it runs on samples.
+"""Ranges of a float file's activations (and moments, for GPTQ and OSCAR), counted while it runs.
 
 The file runs in a process of its own (``calibrate_child.py``). What that process reads is decided
 here from the graph: float activations only, each once; those that hold the same elements as another
@@ -31,12 +31,14 @@ from tpu2edge.files import sha256_of, sha256_of_arrays, write_atomically
 from tpu2edge.flatbuffer import SignatureEntry, Subgraph, TfliteFile, read_tflite, signatures_of
 from tpu2edge.quantize.apply import Ranges
 from tpu2edge.quantize.estimators import ESTIMATORS, Histogram, mse_range, percentile_range
+from tpu2edge.quantize.moments import Moments, MomentsWanted, moments_wanted
+from tpu2edge.quantize.recipes import Recipe
 from tpu2edge.quantize.saturation import SAME_ELEMENTS, Known, floors_of
 from tpu2edge.types import Array, Dim, Note, Progress, Signature, Tensors, no_progress
 
 __all__ = ["Calibration", "calibrate", "check_samples"]
 
-#: 1 (2026-12): least, largest, their means over samples, floors, histograms.
+#: 1 (2026-12): least, largest, their means over samples, floors, histograms, moments.
 FORMAT_VERSION = 1
 
 _CHILD = Path(__file__).with_name("calibrate_child.py")
@@ -71,6 +73,7 @@ class Calibration:
     high_mean: NDArray[np.float32]
     floors: NDArray[np.float32]
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    moments: Moments = field(default_factory=Moments)
     unmeasured: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
     samples_per_s: float = 0.0  # of the runs alone, without the start of the process
@@ -119,7 +122,7 @@ class Calibration:
         # A low of -inf stands for a mask, which the histogram leaves out.
         least = max(low, float(histogram.edges[0]))
         if estimator == "percentile":
-            return percentile_range(histogram, least, high)
+            return percentile_range(histogram, least, high, bits)
         return mse_range(histogram, least, high, bits)
 
     def check_belongs(self, source: Path) -> None:
@@ -131,6 +134,22 @@ class Calibration:
                 f"{self.source_sha256[:12]}…, the file's is {found[:12]}…",
                 do="calibrate this file: ranges of another model, or another export, are wrong here",
             )
+
+    def lacks(self, source: Path, recipes: Sequence[Recipe]) -> bool:
+        """Whether moments of ``source`` are missing that the recipes need and a sample computes."""
+        if not any(recipe.needs_moments for recipe in recipes):
+            return False
+        file = read_tflite(source)
+        wanted = moments_wanted(file, recipes)
+        computed = set(self.tensors)
+        return any(
+            name in computed and name not in known
+            for keys, known in (
+                (wanted.hessians, self.moments.hessians),
+                (wanted.squares, self.moments.squares),
+            )
+            for name in (file.tensor(index, number).name for number, index in keys)
+        )
 
     def save(self, path: Path) -> None:
         """Write everything to one ``.npz`` file."""
@@ -148,8 +167,14 @@ class Calibration:
             "histograms": [
                 [name, h.exponent, h.base, h.zeros] for name, h in self.histograms.items()
             ],
+            "hessians": list(self.moments.hessians),
+            "squares": list(self.moments.squares),
         }
         arrays = {name: getattr(self, name) for name in _ARRAYS}
+        for number, hessian in enumerate(self.moments.hessians.values()):
+            arrays[f"hessian{number}"] = hessian[np.tril_indices(len(hessian))]
+        for number, squares in enumerate(self.moments.squares.values()):
+            arrays[f"squares{number}"] = squares
         if self.histograms:
             arrays["histogram_counts"] = np.stack([h.counts for h in self.histograms.values()])
         stream = io.BytesIO()
@@ -192,6 +217,16 @@ class Calibration:
                             meta["histograms"], counts, strict=True
                         )
                     },
+                    moments=Moments(
+                        hessians={
+                            name: _symmetric(data[f"hessian{number}"])
+                            for number, name in enumerate(meta.get("hessians", ()))
+                        },
+                        squares={
+                            name: data[f"squares{number}"]
+                            for number, name in enumerate(meta.get("squares", ()))
+                        },
+                    ),
                     unmeasured=tuple(meta["unmeasured"]),
                     notes=tuple(Note(code=code, text=text) for code, text in meta["notes"]),
                     samples_per_s=meta["samples_per_s"],
@@ -209,6 +244,14 @@ class Calibration:
         return calibration
 
 
+def _symmetric(triangle: Array) -> Array:
+    """The matrix that a lower triangle, row by row, is of."""
+    width = math.isqrt(2 * len(triangle))
+    full = np.zeros((width, width), np.float32)
+    full[np.tril_indices(width)] = triangle
+    return full + np.tril(full, -1).T
+
+
 _ARRAYS = ("low", "high", "low_mean", "high_mean", "floors")
 
 
@@ -217,6 +260,7 @@ def calibrate(
     samples: Mapping[str, Iterable[Tensors]],
     *,
     estimators: Sequence[str] = ("minmax",),
+    recipes: Sequence[Recipe] = (),
     threads: int | None = None,
     progress: Progress = no_progress,
     log: IO[bytes] | None = None,
@@ -225,11 +269,12 @@ def calibrate(
     """Run ``source`` on ``samples`` (signature name -> samples by input name) and count.
 
     One pass collects what all ``estimators`` need; "minmax" and "moving-average" are always there.
+    Where ``recipes`` have rules for GPTQ or OSCAR it collects the moments that these need, too.
     Samples are read one at a time, none is kept. Their order does not matter: state of the model
     (variables) starts anew with each.
 
     Raises:
-        OptionError: an estimator is unknown.
+        OptionError: an estimator is unknown, or the moments do not fit into memory.
         DataError: a signature has no samples, or a sample does not fit or has NaN or infinity
             (-inf is taken where it is added before a softmax only: a mask).
         DeviceError: the process that runs the file dies or hangs, or LiteRT fails.
@@ -242,12 +287,14 @@ def calibrate(
     file = read_tflite(source)
     signatures = {signature.name: signature for signature in signatures_of(file)}
     _check_signatures(source, signatures, samples)
-    plan = _Plan(file, bins=0 if set(estimators) <= set(_FREE) else _BINS)
+    wanted = moments_wanted(file, recipes)
+    wanted.refuse_too_large()
+    plan = _Plan(file, bins=0 if set(estimators) <= set(_FREE) else _BINS, moments=wanted)
     total = sum(len(s) for s in samples.values() if isinstance(s, Sized))
     known_total = total if all(isinstance(s, Sized) for s in samples.values()) else None
     with tempfile.TemporaryDirectory(prefix="tpu2edge-") as folder:
         result = Path(folder) / "counts.npz"
-        with _Child(source, log=log, timeout_s=timeout_s) as child:
+        with _Child(source, threads=threads or 1, log=log, timeout_s=timeout_s) as child:
             child.ask(
                 {"plan": plan.to_json(source, threads=threads or 1, result=result)}, "load the file"
             )
@@ -267,8 +314,14 @@ def calibrate(
             child.ask({"end": True}, "save what was counted")
         with np.load(result, allow_pickle=False) as data:
             counts = {name: data[name] for name in data.files}
+        # Mapped, not read: they stay as long as the arrays do, though the folder goes.
+        hessians = {
+            place: np.load(result.with_name(f"hessian{place}.npy"), mmap_mode="r")
+            for place in np.flatnonzero(counts["hessian_counts"]).tolist()
+        }
     return plan.calibration(
         counts,
+        hessians,
         source_sha256=sha256_of(source),
         samples=count,
         estimators=(*_FREE, *(e for e in ESTIMATORS if e in estimators and e not in _FREE)),
@@ -445,8 +498,8 @@ def _check_sample(
 class _Plan:
     """Which tensors of a file are read, and what follows for the others."""
 
-    def __init__(self, file: TfliteFile, *, bins: int) -> None:
-        self.file, self.bins = file, bins
+    def __init__(self, file: TfliteFile, *, bins: int, moments: MomentsWanted) -> None:
+        self.file, self.bins, self.moments = file, bins, moments
         self.rows: dict[tuple[int, int], int] = {}
         self.same: dict[int, int] = {}  # row -> the row that has the same values
         self.softmaxes: dict[tuple[int, int], int] = {}
@@ -471,6 +524,8 @@ class _Plan:
             "rows": len(self.rows),
             "softmax_count": len(self.softmaxes),
             "binary_count": len(self.binaries),
+            "hessians": list(self.moments.hessians.values()),
+            "squares": list(self.moments.squares.values()),
             "graphs": {str(number): graph for number, graph in self.graphs.items()},
             "signatures": {
                 name: {
@@ -500,6 +555,7 @@ class _Plan:
             "softmaxes": [],
             "binaries": [],
             "calls": [],
+            "moments": self._moments_of(number),
         }
         self.graphs[number] = planned
         planned["masked"] = sorted(_on_the_way_to_softmax(graph))
@@ -528,6 +584,16 @@ class _Plan:
                 planned["calls"].append(
                     {"kind": op.name, "subgraphs": op.subgraphs, "inputs": list(op.inputs)}
                 )
+
+    def _moments_of(self, number: int) -> list[tuple[int, int, int, int]]:
+        """Tensor, width, and the places of its Hessian and of its squares or -1."""
+        hessians, squares = self.moments.hessians, self.moments.squares
+        places = [{key: place for place, key in enumerate(one)} for one in (hessians, squares)]
+        return [
+            (key[1], width, places[0].get(key, -1), places[1].get(key, -1))
+            for key, width in {**squares, **hessians}.items()
+            if key[0] == number
+        ]
 
     def _derived(self, op: str) -> str | None:
         """How an operator's output follows from its input without being read."""
@@ -585,6 +651,7 @@ class _Plan:
     def calibration(
         self,
         counts: Mapping[str, Array],
+        hessians: Mapping[int, Array],
         *,
         source_sha256: str,
         samples: int,
@@ -654,10 +721,29 @@ class _Plan:
             high_mean=columns[:, 3],
             floors=columns[:, 4:],
             histograms=found,
+            moments=self._moments(counts, hessians),
             unmeasured=tuple(unmeasured),
             notes=_notes(bad, unmeasured),
             samples_per_s=runs / seconds if seconds else 0.0,
             cpu_ms=cpu_seconds * 1e3 / runs if runs else 0.0,
+        )
+
+    def _moments(self, counts: Mapping[str, Array], hessians: Mapping[int, Array]) -> Moments:
+        """Those of the tensors that some sample computed, under their names."""
+        ends = np.cumsum([0, *self.moments.squares.values()]).tolist()
+        return Moments(
+            hessians={
+                self.file.tensor(index, number).name: hessians[place]
+                for place, (number, index) in enumerate(self.moments.hessians)
+                if place in hessians
+            },
+            squares={
+                self.file.tensor(index, number).name: counts["squares"][begin:end]
+                for (number, index), begin, end, count in zip(
+                    self.moments.squares, ends, ends[1:], counts["square_counts"], strict=False
+                )
+                if count
+            },
         )
 
     def _floors(
@@ -734,7 +820,9 @@ def _some(names: Sequence[str]) -> str:
 class _Child:
     """The process that runs the file; a few samples are on their way to it at any time."""
 
-    def __init__(self, source: Path, *, log: IO[bytes] | None, timeout_s: float) -> None:
+    def __init__(
+        self, source: Path, *, threads: int, log: IO[bytes] | None, timeout_s: float
+    ) -> None:
         self._source, self._log, self._timeout_s = source, log, timeout_s
         self._open = 0
         self._answers = b""
@@ -744,7 +832,11 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+            env={
+                "OPENBLAS_NUM_THREADS": str(threads),  # NumPy's, which would take all cores
+                **os.environ,
+                "TF_CPP_MIN_LOG_LEVEL": "2",
+            },
             bufsize=0,
         )
         assert self._process.stdin is not None

@@ -4,7 +4,8 @@ A process of its own, because the quantizer can take the whole process down, and
 because importing it and reading the file take as long as quantizing. It imports nothing of
 tpu2edge. A request is a JSON object::
 
-    {"target": PATH, "rules": [...], "ranges": {"index": PATH, "values": PATH} | null, "strict": …}
+    {"target": PATH, "rules": [...], "ranges": {"index": PATH, "values": PATH} | null,
+     "moments": FOLDER | null, "strict": …}
 
 The answer is one line of JSON on the descriptor that was stdout (stdout itself becomes stderr,
 where the library prints)::
@@ -39,7 +40,7 @@ from ai_edge_quantizer import (
     qtyping,
     recipe_manager,
 )
-from ai_edge_quantizer.algorithms.uniform_quantize import uniform_quantize_tensor
+from ai_edge_quantizer.algorithms.uniform_quantize import gptq, uniform_quantize_tensor
 from ai_edge_quantizer.algorithms.utils import common_utils
 from ai_edge_quantizer.utils import tfl_flatbuffer_utils
 
@@ -53,6 +54,15 @@ _LARGE = 32 << 20
 # worst of 32 other samples: digits 37.0 to 46.6 dB, crepe tiny 34.1 to 41.1, O-net 23.9 to 28.2).
 _HEADROOM_16 = 2.0
 
+# Options of ops that run other graphs of the file, by which these are named.
+_CALLED = {
+    "WHILE": ("condSubgraphIndex", "bodySubgraphIndex"),
+    "IF": ("thenSubgraphIndex", "elseSubgraphIndex"),
+}
+
+# Algorithm to what it needs to know of the tensor that an op reads.
+_MOMENTS = {"GPTQ": "hessian", "OSCAR": "mu2"}
+
 
 class Refused(Exception):
     """Some ops cannot be quantized, and the caller wants that to be an error."""
@@ -61,7 +71,8 @@ class Refused(Exception):
 class Table(common_utils.TensorQuantParamsCache):  # type: ignore[misc]
     """Upstream's table of quantized weights, by buffer and config, kept for many recipes.
 
-    Within one recipe a buffer has one algorithm; here several, so that it is a part of the key.
+    Within one recipe a buffer has one algorithm; here several, so that it is a part of the key,
+    with the place of the moments that it weighs errors by.
     """
 
     algorithm = ""
@@ -81,7 +92,8 @@ class Source:
     """The float file, read once; its weights stay in the mapped file."""
 
     def __init__(self, path: str, *, remember: bool = False) -> None:
-        self.table = Table() if remember else None
+        self.remember = remember
+        self.table = Table()
         content = tfl_flatbuffer_utils.get_model_content(path)
         self.model: Any = tfl_flatbuffer_utils.read_model(content)
 
@@ -94,10 +106,21 @@ class Source:
             rules = list(request["rules"])
             _manager(rules)
             stage = "quantize"
-            ranges = _read_ranges(request["ranges"]) if request["ranges"] else None
+            moments = Moments(request["moments"])
+            # Not empty: ai-edge-quantizer refuses GPTQ without any statistics.
+            ranges: dict[str, Any] = {name: {} for name in moments.files}
+            if request["ranges"]:
+                ranges = _read_ranges(request["ranges"])
+                for end in self._called_ends(_manager(rules)):
+                    deviations[_key(end)] = {**end, "instead": None}
+                    regex = f"^{re.escape(end['scope'])}$"
+                    kept = {"operation": end["op"], "algorithm_key": "no_quantize"}
+                    rules.append({"regex": regex, **kept})
+                if deviations and request["strict"]:
+                    raise Refused
             for _ in range(_PASSES):
                 manager = _manager(rules)
-                params, failed = self._params(manager, ranges)
+                params, failed = self._params(manager, ranges, moments)
                 if not failed:
                     break
                 if request["strict"]:
@@ -116,9 +139,11 @@ class Source:
                     rules.append({"regex": f"^(?:{'|'.join(names)})$", **json.loads(rule)})
             else:
                 raise RuntimeError(f"ops still fail after {_PASSES} passes")
+            if not self.remember:
+                self.table = Table()
             modifier = model_modifier.ModelModifier(self.model)
             _mend(modifier)
-            if self.table is None:
+            if not self.remember:
                 model = modifier.modify_model(params, serialize_to_path=request["target"])
             else:  # short-lived files: upstream's own way waits until they are on the disk
                 model = modifier.modify_model(params, enable_progress_bar=False)
@@ -136,12 +161,11 @@ class Source:
         }
 
     def _params(
-        self, manager: recipe_manager.RecipeManager, ranges: dict[str, Any] | None
+        self, manager: recipe_manager.RecipeManager, ranges: dict[str, Any], moments: Moments
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The quantization of each tensor, and the ops that failed and are left float in it."""
         generator = params_generator.ParamsGenerator(self.model)
-        if self.table is not None:
-            generator._tensor_quant_params_cache = self.table
+        generator._tensor_quant_params_cache = self.table
         failed: list[dict[str, Any]] = []
         wide = _widened(ranges) if ranges is not None else None
         real = algorithm_manager.get_quantization_func
@@ -150,12 +174,16 @@ class Source:
             function = real(algorithm, op_key, mode)
 
             def run(op_info: Any, graph_info: Any, **rest: Any) -> Any:
-                if self.table is not None:
-                    self.table.algorithm = str(algorithm)
                 activations = op_info.op_quant_config.activation_tensor_config
                 if wide is not None and activations is not None and activations.num_bits == 16:
                     rest["tensor_name_to_qsv"] = wide
                 try:
+                    key = str(getattr(algorithm, "value", algorithm))
+                    if key in _MOMENTS:
+                        known = moments.added(rest["tensor_name_to_qsv"], key, op_info, graph_info)
+                        rest["tensor_name_to_qsv"] = known
+                        key += moments.folder
+                    self.table.algorithm = key
                     return function(op_info=op_info, graph_info=graph_info, **rest)
                 except Exception as error:  # noqa: BLE001 - told to the parent in full
                     failed.append(self._failure(op_info, graph_info, error))
@@ -173,6 +201,42 @@ class Source:
         finally:
             algorithm_manager.get_quantization_func = real
         return params, failed
+
+    def _called_ends(self, manager: recipe_manager.RecipeManager) -> list[dict[str, Any]]:
+        """Inputs and outputs of the graphs inside of loops and branches that rules would quantize.
+
+        ai-edge-quantizer 0.10 does so, but leaves the tensors of the loop itself float, and LiteRT
+        refuses the file.
+        """
+        found: list[dict[str, Any]] = []
+        called = {
+            number: name
+            for graph in self.model.subgraphs
+            for op in graph.operators
+            for name, attributes in _CALLED.items()
+            for number in (getattr(op.builtinOptions, attribute, -1) for attribute in attributes)
+            if number >= 0
+        }
+        for number, name in sorted(called.items()):
+            graph = self.model.subgraphs[number]
+            ends: list[Any] = tfl_flatbuffer_utils.get_subgraph_input_output_operators(graph)
+            for end in ends:
+                scope = tfl_flatbuffer_utils.get_op_scope(end, graph.tensors)
+                algorithm, _ = manager.get_quantization_configs(end.op_key, scope)
+                kept = str(getattr(algorithm, "value", algorithm)) == "no_quantize"
+                types = {graph.tensors[i].type for i in (*end.inputs, *end.outputs) if i >= 0}
+                if kept or qtyping.TensorType.FLOAT32 not in types:
+                    continue
+                found.append(
+                    {
+                        "subgraph": number,
+                        "index": -1,
+                        "op": str(end.op_key.value),
+                        "scope": scope,
+                        "why": f"{name} hands floats to the graph inside it, and takes floats back",
+                    }
+                )
+        return found
 
     def _failure(self, op_info: Any, graph_info: Any, error: Exception) -> dict[str, Any]:
         tensors = graph_info.subgraph_tensors
@@ -332,6 +396,85 @@ def _widened(ranges: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+class Statistics(dict[str, Any]):
+    """What is known of one tensor; a Hessian is read when it is asked for, and not kept."""
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        if key != "hessian":
+            return value
+        import numpy as np
+
+        return np.load(value)
+
+
+class Moments:
+    """Moments of tensors, apart from their ranges.
+
+    ai-edge-quantizer 0.10 keeps them in one table, and what it knows of a reshape's output it
+    replaces by what it knows of the input where activations are static.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        self.folder = folder or ""
+        self.files: dict[str, dict[str, str]] = {}
+        if folder:
+            with open(os.path.join(folder, "index.json"), encoding="utf-8") as stream:  # noqa: PTH118, PTH123
+                self.files = json.load(stream)
+
+    def added(
+        self, known: Mapping[str, Any], algorithm: str, op_info: Any, graph_info: Any
+    ) -> dict[str, Any]:
+        """What is known, with the moments of what an op reads.
+
+        An op whose input was not measured is refused: ai-edge-quantizer would round it without a word.
+        """
+        import numpy as np
+
+        key = _MOMENTS[algorithm]
+        inputs = op_info.op.inputs
+        tensor, weight = (graph_info.subgraph_tensors[index] for index in inputs[:2])
+        name = tfl_flatbuffer_utils.get_tensor_name(tensor)
+        file = self.files.get(name, {}).get(key)
+        if file is None:
+            raise ValueError(f"no sample computed '{name}', which {algorithm} weighs errors by")
+        path = os.path.join(self.folder, file)  # noqa: PTH118
+        width = np.load(path, mmap_mode="r").shape[0]
+        if weight.shape[-1] != width:
+            raise ValueError(
+                f"'{name}' was measured for layers {width} wide, not {weight.shape[-1]}"
+            )
+        value = path if key == "hessian" else np.load(path)
+        return {**known, name: Statistics({**known.get(name, {}), key: value})}
+
+
+def _mend_gptq() -> None:
+    """Give GPTQ the upper triangle U of H⁻¹ = Uᵀ U, by whose rows it makes up for errors.
+
+    Its loop is that of E. Frantar et al., 2022, "GPTQ" (algorithm 1): the error of column q goes to
+    those after it by U[q, q:] / U[q, q], which is what H⁻¹ has for it once the columns before q are
+    fixed. ai-edge-quantizer 0.10 hands the loop H⁻¹ itself, which fits the first column only.
+    """
+    gptq._prepare_hessian_inverse = _upper_factor
+
+
+def _upper_factor(hessian: Any, damp_factor: float = 0.01) -> Any:
+    import numpy as np
+    from scipy.linalg.lapack import dtrtri
+
+    diagonal = np.diag(hessian)
+    damped = np.where(diagonal, diagonal, 1.0).astype(np.float64)
+    damped += damp_factor * np.mean(damped)
+    # H = R Rᵀ with R upper: reversed, the Cholesky factor of H with rows and columns reversed.
+    reverse = np.asarray(hessian, np.float64)[::-1, ::-1].copy()
+    np.fill_diagonal(reverse, damped[::-1])
+    upper = np.asfortranarray(np.linalg.cholesky(reverse)[::-1, ::-1])
+    inverse, wrong = dtrtri(upper, lower=0, overwrite_c=1)
+    if wrong:
+        raise ValueError(f"the Hessian has no inverse (dtrtri {wrong})")
+    return inverse.astype(np.float32)
+
+
 def _told(error: Exception, stage: str) -> dict[str, Any]:
     return {"ok": False, "stage": stage, "type": type(error).__name__, "error": str(error)}
 
@@ -339,6 +482,7 @@ def _told(error: Exception, stage: str) -> dict[str, Any]:
 def main() -> None:
     """Answer requests until stdin ends."""
     _mend_large_tensors()
+    _mend_gptq()
     out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     source: Source | None = None

@@ -20,6 +20,7 @@ from pathlib import Path
 from tpu2edge.errors import OptionError
 from tpu2edge.quantize.rules import (
     ALGORITHMS,
+    MOMENTS,
     Rule,
     checked_rules,
     dynamic,
@@ -54,15 +55,20 @@ class Recipe:
     rules: tuple[Rule, ...]
 
     @property
-    def needs_calibration(self) -> bool:
+    def needs_ranges(self) -> bool:
         """Whether the ranges of activations have to be known."""
         return any(is_static(rule) for rule in self.rules)
 
     @property
-    def needs_samples(self) -> tuple[str, ...]:
-        """Algorithms among the rules that need more of the samples than ranges."""
+    def needs_moments(self) -> tuple[str, ...]:
+        """Algorithms among the rules that weigh errors by the activations (moments.py)."""
         keys = dict.fromkeys(rule["algorithm_key"] for rule in self.rules)
-        return tuple(key for key in keys if key in _NEED_SAMPLES)
+        return tuple(key for key in keys if key in MOMENTS)
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether samples have to be run before: for ranges, or for moments."""
+        return self.needs_ranges or bool(self.needs_moments)
 
     def to_json(self) -> list[Rule]:
         """What ai-edge-quantizer loads as a recipe."""
@@ -71,10 +77,6 @@ class Recipe:
     def to_text(self) -> str:
         """The same as the text of a recipe file; the same rules give the same text."""
         return json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
-
-
-#: Their scales rest on Hessians or second moments of activations (gptq.calibrate, oscar.calibrate).
-_NEED_SAMPLES = ("GPTQ", "OSCAR")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +95,7 @@ class RecipeInfo:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether samples are needed for the ranges of activations."""
+        """Whether samples have to be run before: for ranges of activations, or for moments."""
         return Recipe(name=self.name, rules=self.rules).needs_calibration
 
 
@@ -320,13 +322,18 @@ _ENDINGS = {
     "octav": "OCTAV",
     "mse": "MSE",
     "recover": "dequantized_weight_recovery",
+    "gptq": "GPTQ",
+    "oscar": "OSCAR",
 }
+
+_USUAL = "min_max_uniform_quantize"
+_LINEAR = "FULLY_CONNECTED"
 
 _LITERT_LM = re.compile(r"gemma4_mixed48(_\w+)?|dynamic_wi8_afp32_litertlm")
 
 
 def known_recipe(name: str) -> RecipeInfo:
-    """The recipe called ``name``, which may be a plain name or end in ``-octav``, ``-mse`` ….
+    """The recipe called ``name``, which may be a plain name or end in ``-octav``, ``-gptq`` ….
 
     Raises:
         OptionError: there is none; the message lists the known ones and the closest.
@@ -355,12 +362,13 @@ def known_recipe(name: str) -> RecipeInfo:
 
 def _with_algorithm(info: RecipeInfo, ending: str) -> RecipeInfo:
     algorithm = _ENDINGS[ending]
-    usual = "min_max_uniform_quantize"
-    if not any(rule["algorithm_key"] == usual for rule in info.rules):
+    if not any(rule["algorithm_key"] == _USUAL for rule in info.rules):
         raise OptionError(
             f"recipe '{info.name}' has no other algorithm: -{ending} does not go with it",
             do=f"use {info.name}",
         )
+    if algorithm in MOMENTS:
+        return _with_moments(info, ending)
     if ending != "octav" and (info.needs_calibration or "BLOCKWISE" in str(info.rules)):
         raise OptionError(
             f"recipe '{info.name}' does not go with -{ending}: {algorithm} is for weights per "
@@ -371,12 +379,49 @@ def _with_algorithm(info: RecipeInfo, ending: str) -> RecipeInfo:
         name=f"{info.name}-{ending}",
         about=f"{info.about}; {ALGORITHMS[algorithm]}",
         rules=tuple(
-            {**rule, "algorithm_key": algorithm} if rule["algorithm_key"] == usual else rule
+            {**rule, "algorithm_key": algorithm} if rule["algorithm_key"] == _USUAL else rule
             for rule in info.rules
         ),
         upstream=info.upstream,
         expected_ratio=info.expected_ratio,
     )
+
+
+def _with_moments(info: RecipeInfo, ending: str) -> RecipeInfo:
+    """The same rules, each followed by one for linear layers, which alone have these algorithms.
+
+    An op that such a rule cannot do gets the rule before it.
+    """
+    algorithm = _ENDINGS[ending]
+    if ending == "oscar" and info.needs_calibration:
+        raise OptionError(
+            f"recipe '{info.name}' does not go with -oscar, which scales activations that are float",
+            do=f"use {info.name}-gptq or {info.name}-octav",
+        )
+    if ending == "oscar" and any(not _is_symmetric(rule) for rule in info.rules):
+        raise OptionError(
+            f"recipe '{info.name}' does not go with -oscar, which has no zero points",
+            do=f"use {info.name}-gptq or {info.name}-octav",
+        )
+    rules: list[Rule] = []
+    for rule in info.rules:
+        rules.append(rule)
+        if rule["algorithm_key"] == _USUAL and rule["operation"] in ("*", _LINEAR):
+            regex = unused_regex((*info.rules, *rules), str(rule["regex"]))
+            linear = {"regex": regex, "operation": _LINEAR, "algorithm_key": algorithm}
+            rules.append({**rule, **linear})
+    return RecipeInfo(
+        name=f"{info.name}-{ending}",
+        about=f"{info.about}; linear layers: {ALGORITHMS[algorithm]}",
+        rules=tuple(rules),
+        upstream=info.upstream,
+        expected_ratio=info.expected_ratio,
+    )
+
+
+def _is_symmetric(rule: Rule) -> bool:
+    config = (rule.get("op_config") or {}).get("weight_tensor_config", {})
+    return bool(config.get("symmetric", True))
 
 
 def recipe(name: str) -> Recipe:

@@ -19,11 +19,13 @@ from tpu2edge.errors import OptionError
 
 __all__ = [
     "ALGORITHMS",
+    "MOMENTS",
     "OPERATIONS",
     "Rule",
     "checked_rules",
     "dynamic",
     "float16",
+    "in_order",
     "is_static",
     "keep",
     "static",
@@ -45,9 +47,12 @@ ALGORITHMS: Mapping[str, str] = {
     "MSE": "scales with the least squared error, by trying several",
     "HADAMARD_ROTATION": "rotate weights and activations first; needs a custom op at run time",
     "DECOMPOSED_HADAMARD_ROTATION": "rotate weights and activations first, by ordinary ops",
-    "GPTQ": "round each column knowing the error of those before",
-    "OSCAR": "clip and scale by the squares of the activations",
+    "GPTQ": "each column makes up for the rounding errors of those before",
+    "OSCAR": "clipped and scaled by the squares of the activations",
 }
+
+#: Those that need second moments of an op's input (moments.py): E[x xᵀ] or E[x²].
+MOMENTS = ("GPTQ", "OSCAR")
 
 #: ``operation`` (ai_edge_quantizer.qtyping.TFLOperationName).
 OPERATIONS = (
@@ -236,6 +241,17 @@ def is_static(rule: Rule) -> bool:
         config.get("compute_precision", "FLOAT") == "INTEGER"
         and config.get("activation_tensor_config") is not None
     )
+
+
+def in_order(rules: Iterable[Rule]) -> list[Rule]:
+    """The rules that count, the last of those that fit an op first to be used: see above."""
+    kept: dict[str, dict[str, Rule]] = {}
+    for rule in rules:
+        of_regex = kept.setdefault(rule["regex"], {})
+        if rule["operation"] == "*":
+            of_regex.clear()
+        of_regex[rule["operation"]] = rule
+    return [rule for of_regex in kept.values() for rule in of_regex.values()]
 
 
 def unused_regex(rules: Iterable[Rule], regex: str) -> str:

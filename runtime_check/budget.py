@@ -522,7 +522,7 @@ def budget_against_tpu(
 
 def _family(recipe: str) -> str:
     """By the name alone, upstream's or a plain one; a recipe file is "custom" whatever its name."""
-    name = recipe.removesuffix("-octav").removesuffix("-mse").removesuffix("-recover")
+    name = re.sub("-(octav|mse|recover|gptq|oscar)$", "", recipe)
     if name in ("float32", "float16", "auto") or name in AS_QUANTIZED:
         return name
     for family, pattern in _FAMILIES:

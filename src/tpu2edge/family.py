@@ -28,6 +28,7 @@ from tpu2edge.types import EdgeModel, Note, Progress, Signature, Tensors
 if TYPE_CHECKING:
     from tpu2edge.quantize.apply import Applied, Ranges
     from tpu2edge.quantize.calibrate import Calibration
+    from tpu2edge.quantize.moments import Moments
     from tpu2edge.quantize.recipes import Recipe
     from tpu2edge.quantize.scan import QuantizationScan
     from tpu2edge.runtime_check.budget import Budget
@@ -52,6 +53,9 @@ FLOAT, AUTO = "float32", "auto"
 
 #: Statistics of the float file's activations in a bundle, for a later `tpu2edge quantize`.
 CALIBRATION = "calibration.npz"
+
+# Hessians of GPTQ are kept in a bundle up to here; half of it is written. MiniLM has 67 MB.
+_MOST_HESSIANS = 128 << 20
 
 _KEPT = ".float"  # folder beside a reference for the float file's outputs, while a job runs
 
@@ -170,7 +174,7 @@ class Family:
             if FLOAT in wanted:
                 reports.append(float_report)
                 made.append(float_made)
-            pending.begin_static(self._ranges_for(quantized), self.options.estimator)
+            pending.begin_calibrated(self._calibration_for(quantized), self.options.estimator)
             for recipe in quantized:
                 file = self._file(recipe.name)
                 self.progress(f"quantize {recipe.name}")
@@ -226,18 +230,22 @@ class Family:
         scopes = op_scopes(self.base)
         return [keep_float(recipe, patterns, self.modules, scopes) for recipe in recipes]
 
-    def _ranges_for(self, recipes: Sequence[Recipe]) -> Calibration | None:
-        """Ranges of activations, when a recipe needs them; measured once."""
+    def _calibration_for(self, recipes: Sequence[Recipe]) -> Calibration | None:
+        """What recipes need to know of activations; measured once."""
         if not any(recipe.needs_calibration for recipe in recipes):
             return None
         return self.calibrate(self.options.estimator)
 
     def calibrate(self, *estimators: str) -> Calibration:
-        """Ranges of activations of the float file, by several estimators, in one pass."""
+        """Ranges of activations of the float file, by several estimators, in one pass.
+
+        With them come the moments that the family's own recipes need, whoever asks.
+        """
         from tpu2edge.calibration import calibration_samples, samples_of_reference
         from tpu2edge.quantize.calibrate import calibrate, check_samples
 
-        if (known := self._known_ranges(estimators)) is not None:
+        recipes = self._kept_float([one for one in self.options.recipes if one.needs_moments])
+        if (known := self._known_statistics(estimators, recipes)) is not None:
             return known
         noted: list[Note] = []
         data: dict[str, list[Tensors]] = {}
@@ -262,8 +270,8 @@ class Family:
                 data[part.signature.name] = samples_of_reference(part.truth.reference, picks)
             count = sum(map(len, data.values()))
             text = (
-                f"no --calibration-data: ranges of activations are from {count} of the samples that "
-                "are checked, so the parity of static recipes looks better than it is"
+                f"no --calibration-data: activations are measured on {count} of the samples that "
+                "are checked, so the parity of recipes that need this looks better than it is"
             )
             noted.append(Note(code="calibration-data", text=text))
         self.say(noted)
@@ -271,19 +279,32 @@ class Family:
             self.base,
             data,
             estimators=estimators,
+            recipes=recipes,
             threads=self.options.threads,
             progress=self.progress,
             log=self.log,
         )
         self.say(measured.notes)
         text = f"calibrated on {measured.samples} samples, ranges by {', '.join(estimators)}"
+        if needed := dict.fromkeys(key for one in recipes for key in one.needs_moments):
+            text += f", moments for {' and '.join(needed)}"
         self.say([Note(code="calibrated", text=text)])
         # How fast it was is no property of the file: the same command gives the same bundle.
-        replace(measured, samples_per_s=0.0, cpu_ms=0.0).save(self.folder / CALIBRATION)
+        kept = replace(measured, samples_per_s=0.0, cpu_ms=0.0)
+        if measured.moments.size_bytes > _MOST_HESSIANS:
+            kept = replace(kept, moments=replace(measured.moments, hessians={}))
+            text = (
+                f"the Hessians of GPTQ take {measured.moments.size_bytes / 1e6:.0f} MB and are not kept "
+                "in the bundle: a later `tpu2edge quantize` measures them again"
+            )
+            self.say([Note(code="calibration-size", text=text)])
+        kept.save(self.folder / CALIBRATION)
         return measured
 
-    def _known_ranges(self, estimators: Sequence[str]) -> Calibration | None:
-        """Statistics that are there already, when they are of this file and hold these estimators."""
+    def _known_statistics(
+        self, estimators: Sequence[str], recipes: Sequence[Recipe]
+    ) -> Calibration | None:
+        """Statistics that are there already, when they are of this file and hold all of this."""
         from tpu2edge.quantize.calibrate import Calibration
 
         own = self.folder / CALIBRATION
@@ -291,10 +312,11 @@ class Family:
         if file is None or not file.is_file() or (file != own and self.options.calibration):
             return None
         found = Calibration.load(file, source=self.base)
-        if not set(estimators) <= set(found.estimators):
+        if not set(estimators) <= set(found.estimators) or found.lacks(self.base, recipes):
             return None
         if file != own:
-            text = f"ranges of activations are those that {found.samples} samples gave the source bundle"
+            what = "ranges and moments" if found.moments else "ranges"
+            text = f"{what} of activations are those that {found.samples} samples gave the source bundle"
             self.say([Note(code="calibration-reused", text=text)])
             shutil.copyfile(file, own)
         return found
@@ -458,20 +480,23 @@ class _Pending:
         self._pool = ThreadPoolExecutor(max_workers=count, thread_name_prefix="quantize")
         self._idle: list[Any] = []
         self._futures: dict[str, Future[_Result]] = {
-            recipe.name: self._pool.submit(self._make, recipe, None)
+            recipe.name: self._pool.submit(self._make, recipe, None, None)
             for recipe in recipes
             if not recipe.needs_calibration
         }
 
-    def begin_static(self, calibration: Calibration | None, estimator: str) -> None:
-        """The ranges are known now: the recipes that need them can be made."""
+    def begin_calibrated(self, calibration: Calibration | None, estimator: str) -> None:
+        """The activations are known now: the recipes that need them can be made."""
         for name, recipe in self._recipes.items():
             if recipe.needs_calibration:
                 assert calibration is not None
-                ranges = calibration.ranges(estimator, bits=activation_bits(recipe))
-                self._futures[name] = self._pool.submit(self._make, recipe, ranges)
+                ranges = None
+                if recipe.needs_ranges:
+                    ranges = calibration.ranges(estimator, bits=activation_bits(recipe))
+                moments = calibration.moments if recipe.needs_moments else None
+                self._futures[name] = self._pool.submit(self._make, recipe, ranges, moments)
 
-    def _make(self, recipe: Recipe, ranges: Ranges | None) -> _Result:
+    def _make(self, recipe: Recipe, ranges: Ranges | None, moments: Moments | None) -> _Result:
         from tpu2edge.quantize.apply import Quantizer
         from tpu2edge.quantize.scan import verified
 
@@ -481,7 +506,7 @@ class _Pending:
             quantizer = Quantizer(self._base, log=self._log, remember=len(self._recipes) > 1)
         file = self._file_of(recipe.name)
         try:
-            applied = quantizer.quantize(file, recipe, ranges)
+            applied = quantizer.quantize(file, recipe, ranges, moments=moments)
         finally:
             self._idle.append(quantizer)
         return applied, *verified(self._base, file, applied)

@@ -137,8 +137,8 @@ def family_options(
         )
     if calibration and not has_auto and not any(one.needs_calibration for one in chosen):
         raise OptionError(
-            "--calibration-data is for static recipes, and none was chosen",
-            do="add --recipe int8-static, or leave it away",
+            "--calibration-data is for static recipes, -gptq and -oscar, and none was chosen",
+            do="add --recipe int8-static or int8-oscar, or leave it away",
         )
     if keep_float and all(not one.rules for one in chosen) and not has_auto:
         raise OptionError(

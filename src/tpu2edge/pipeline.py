@@ -101,7 +101,7 @@ def export_model(
             is a recipe file in ai-edge-quantizer's format; "auto" is the smallest within the budget.
         budget: bounds for all recipes, as a Budget or as text ("sqnr>=30dB"); defaults by recipe.
         keep_float: torch module paths that no recipe quantizes, with the wildcards of fnmatch.
-        calibration_data: samples that static recipes take their ranges from: paths,
+        calibration_data: samples that activations are measured on (static, -gptq, -oscar): paths,
             "file.py:function", or samples by input name. Without it: half of the samples checked.
         calibration_method: how a range is made of them: "minmax", "moving-average", "percentile", "mse".
         metric: a function of your own, "file.py:accuracy" (docs/budgets.md), as a case of the report.

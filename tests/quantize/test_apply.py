@@ -19,6 +19,7 @@ from tpu2edge.files import sha256_of
 from tpu2edge.flatbuffer import read_tflite, signatures_of
 from tpu2edge.quantize import apply
 from tpu2edge.quantize.apply import Quantizer, quantize_file
+from tpu2edge.quantize.calibrate import calibrate
 from tpu2edge.quantize.recipes import (
     RECIPES,
     Recipe,
@@ -30,9 +31,10 @@ from tpu2edge.quantize.recipes import (
 )
 from tpu2edge.quantize.scan import verified
 from tpu2edge.quantize.scopes import op_scopes
+from tpu2edge.runtime_check.devices.client import Session
 from tpu2edge.runtime_check.metrics import sqnr_db
 
-from .conftest import run_mixed
+from .conftest import loop_tflite, run_mixed
 
 INT8, INT4, INT2 = "int8 per-channel axis 0", "int4 per-channel axis 0", "int2 per-channel axis 0"
 DEPTHWISE = "int8 per-channel axis 3"
@@ -67,6 +69,18 @@ KINDS: dict[str, tuple[set[str], float, float]] = {
     "int2": ({INT2, INT8, DEPTHWISE}, 0.24, 2),
     "dynamic_wi8_afp32-octav": ({INT8, DEPTHWISE}, 0.40, 40),
     "dynamic_wi4_afp32-mse": ({INT4, "float32"}, 0.31, 20),
+    "int8-gptq": ({INT8, DEPTHWISE}, 0.40, 40),
+    "int8-oscar": ({INT8, DEPTHWISE}, 0.43, 40),
+    "int8-weight-only-gptq": ({INT8, DEPTHWISE}, 0.41, 40),
+    "int8-static-gptq": ({INT8, DEPTHWISE}, 0.49, 15),
+    "int16-static-gptq": ({INT8, DEPTHWISE}, 0.51, 20),
+    "int4-gptq": ({INT4, INT8, DEPTHWISE}, 0.29, 20),
+    "int4-oscar": ({INT4, INT8, DEPTHWISE}, 0.32, 20),
+    "int4-block32-gptq": ({"int4 blocks of 32", INT4, INT8, DEPTHWISE}, 0.28, 20),
+    "int4-block32-oscar": ({"int4 blocks of 32", INT4, INT8, DEPTHWISE}, 0.31, 20),
+    "int4-weight-only-gptq": ({INT4, INT8, DEPTHWISE}, 0.30, 20),
+    "int4-weight-only-oscar": ({INT4, INT8, DEPTHWISE}, 0.33, 20),
+    "default_af32w4float-gptq": ({INT4, "float32"}, 0.32, 15),
 }
 keep_rule = {"operation": "*", "algorithm_key": "no_quantize"}
 NOTHING = {"dynamic_wi8b32_afp32", "dynamic_wi8b64_afp32"}
@@ -75,18 +89,18 @@ NOT_RUN = {"dynamic_wi2b32_afp32", "dynamic_wi2b64_afp32"}
 
 
 def test_the_table_of_kinds_has_every_recipe():
-    assert {*KINDS} - {n for n in KINDS if "-octav" in n or "-mse" in n} == (
+    assert {*KINDS} - {n for n in KINDS if n.endswith(("-octav", "-mse", "-gptq", "-oscar"))} == (
         {*RECIPES} - NOTHING - NOT_RUN - {"float32"}
     )
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_weights_are_stored_as_the_recipe_says_and_the_file_runs(
-    tmp_path, mixed, mixed_ranges, quantizer, truth, name
+    tmp_path, mixed, mixed_ranges, mixed_moments, quantizer, truth, name
 ):
     kinds, ratio, least_db = KINDS[name]
     target = tmp_path / "q.tflite"
-    applied = quantizer.quantize(target, recipe(name), mixed_ranges)
+    applied = quantizer.quantize(target, recipe(name), mixed_ranges, moments=mixed_moments)
     found, _ = verified(mixed, target, applied)
     weights = [w for w in found.weights if w.why_float is None or "a bias" not in w.why_float]
     assert {w.kind for w in weights if not w.kind.startswith(("int32", "int64"))} == kinds
@@ -434,10 +448,35 @@ def test_a_static_recipe_without_ranges_says_that_it_needs_calibration(tmp_path,
         quantize_file(small_tflite, tmp_path / "q", "int8-static")
 
 
-def test_algorithms_that_need_more_than_ranges_are_refused(tmp_path, quantizer):
-    rule = {**recipe("int8").rules[0], "algorithm_key": "GPTQ"}
-    with pytest.raises(OptionError, match="GPTQ, which needs more"):
-        quantizer.quantize(tmp_path / "q", recipe_from_rules("mine", [rule]))
+@pytest.mark.parametrize("name", ["static_wi8_ai8", "int8-static-io", "int16-static-io"])
+def test_a_loop_hands_floats_to_its_body_where_inputs_are_integers(tmp_path, write_graphs, name):
+    """ai-edge-quantizer makes the body's integers, and the file does not load."""
+    source = loop_tflite(write_graphs, tmp_path / "loop.tflite")
+    start = np.int32(0).reshape(())
+    sample = {"i": start, "x": np.float32([1, -1])}
+    ranges = calibrate(source, {"serving_default": [sample]}).ranges()
+    applied = quantize_file(source, tmp_path / "q.tflite", name, ranges)
+    assert [(one.op, one.scope, one.instead) for one in applied.deviations] == [
+        ("INPUT", "ci;cx;", "float32"),
+        ("INPUT", "bi;bx;", "float32"),
+        ("OUTPUT", "bn;by;", "float32"),
+    ]
+    assert "WHILE hands floats to the graph inside it" in str(applied.deviations[0])
+    with Session(tmp_path / "q.tflite") as session:
+        (signature,) = session.signatures
+        (x,) = (spec for spec in signature.inputs if spec.name == "x")
+        (y,) = signature.outputs
+        assert x.scale is not None
+        assert y.scale is not None
+        sample["x"] = np.rint(sample["x"] / x.scale + (x.zero_point or 0)).astype(x.dtype)
+        (got,) = session.run(signature.name, [sample])
+    values = (got["y"].astype("f4") - (y.zero_point or 0)) * y.scale
+    assert values == pytest.approx([8, -8], abs=0.2)
+    again = quantize_file(source, tmp_path / "r.tflite", applied.recipe, ranges)
+    assert not again.deviations
+    assert sha256_of(tmp_path / "r.tflite") == sha256_of(tmp_path / "q.tflite")
+    with pytest.raises(QuantizationError, match="cannot be applied to 3 ops"):
+        quantize_file(source, tmp_path / "s.tflite", name, ranges, strict=True)
 
 
 def test_a_rule_that_the_quantizer_does_not_take_is_refused_with_its_words(tmp_path, quantizer):

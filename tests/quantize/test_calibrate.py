@@ -23,6 +23,8 @@ from tpu2edge.quantize.recipes import recipe
 from tpu2edge.runtime_check.devices.client import Session
 from tpu2edge.runtime_check.metrics import sqnr_db
 
+from .conftest import loop_tflite
+
 KEY = "serving_default"
 
 
@@ -193,47 +195,7 @@ def test_integers_flags_scalars_and_empty_tensors_are_no_activations(typed_tflit
 
 
 def test_all_rounds_of_a_loop_are_counted(tmp_path, write_graphs):
-    """while i < 3: i, x = i + 1, x * 2"""
-    from ai_edge_litert import schema_py_generated as schema
-
-    state = {"float32": ("float32", [2]), "int32": ("int32", [])}
-    one, two, three = np.int32(1).reshape(()), np.float32([2, 2]), np.int32(3).reshape(())
-    main = {
-        "signature": KEY,
-        "tensors": {"i": state["int32"], "x": state["float32"], "n": state["int32"]}
-        | {"y": state["float32"]},
-        "constants": {},
-        "ops": [("WHILE", ("i", "x"), ("n", "y"))],
-        "inputs": {"i": "i", "x": "x"},
-        "outputs": {"y": "y"},
-    }
-    condition = {
-        "signature": "condition",
-        "tensors": {"ci": state["int32"], "cx": state["float32"], "go": ("bool", [])},
-        "constants": {"three": three},
-        "ops": [("LESS", ("ci", "three"), ("go",))],
-        "inputs": {"i": "ci", "x": "cx"},
-        "outputs": {"go": "go"},
-    }
-    body = {
-        "signature": "body",
-        "tensors": {"bi": state["int32"], "bx": state["float32"], "bn": state["int32"]}
-        | {"by": state["float32"]},
-        "constants": {"one": one, "two": two},
-        "ops": [("ADD", ("bi", "one"), ("bn",)), ("MUL", ("bx", "two"), ("by",))],
-        "inputs": {"i": "bi", "x": "bx"},
-        "outputs": {"n": "bn", "y": "by"},
-    }
-    path = write_graphs(tmp_path / "loop.tflite", main, condition, body)
-    model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(path.read_bytes(), 0))
-    model.signatureDefs = model.signatureDefs[:1]
-    options = model.subgraphs[0].operators[0].builtinOptions
-    options.condSubgraphIndex, options.bodySubgraphIndex = 1, 2
-    import flatbuffers
-
-    builder = flatbuffers.Builder(1024)
-    builder.Finish(model.Pack(builder), b"TFL3")
-    path.write_bytes(bytes(builder.Output()))
+    path = loop_tflite(write_graphs, tmp_path / "loop.tflite")
     (loop,) = read_tflite(path).subgraphs[0].operators
     assert (loop.name, loop.subgraphs) == ("WHILE", (1, 2))
     start = np.int32(0).reshape(())

@@ -34,6 +34,16 @@ def test_percentiles_leave_one_in_ten_thousand_out_at_each_end():
     assert high == pytest.approx(99.99, abs=0.005)
 
 
+def test_percentiles_do_not_clip_at_16_bits_where_it_costs_more_than_it_gains():
+    values = np.random.default_rng(5).laplace(size=100_000)
+    values[:5] = [-30, -25, 40, 50, 60]  # rare, and what the network may live on
+    ends = float(values.min()), float(values.max())
+    assert percentile_range(histogram_of(values), *ends, bits=16) == ends
+    clipped = percentile_range(histogram_of(values), *ends)
+    assert clipped[1] < 12
+    assert error_of(values, *ends, bits=16) * 1000 < error_of(values, *clipped, bits=16)
+
+
 def test_percentiles_stay_inside_what_was_seen():
     assert percentile_range(histogram_of(np.full(10, 0.3)), 0.3, 0.3) == (0.3, 0.3)
 

@@ -21,7 +21,7 @@ from tpu2edge.quantize.recipes import (
     recipe_from_rules,
     with_float_io,
 )
-from tpu2edge.quantize.rules import ALGORITHMS, OPERATIONS
+from tpu2edge.quantize.rules import ALGORITHMS, OPERATIONS, in_order
 from tpu2edge.quantize.scan import scan
 from tpu2edge.quantize.scopes import op_scopes
 
@@ -97,13 +97,43 @@ def test_an_ending_changes_the_algorithm_of_every_integer_rule():
     assert [r["algorithm_key"] for r in kept] == ["OCTAV", "OCTAV", "no_quantize", "no_quantize"]
 
 
-@pytest.mark.parametrize("name", ["float16-mse", "int8-static-mse", "dynamic_wi4b32_afp32-mse"])
+def test_gptq_and_oscar_are_added_for_linear_layers_which_alone_have_them():
+    plain, wanted = recipe("int4").rules, recipe("int4-gptq").rules
+    assert [r for r in wanted if r["algorithm_key"] != "GPTQ"] == list(plain)
+    added = [r for r in wanted if r["algorithm_key"] == "GPTQ"]
+    assert {r["operation"] for r in added} == {"FULLY_CONNECTED"}
+    assert [r["op_config"]["weight_tensor_config"]["num_bits"] for r in added] == [8, 4]
+    assert len(in_order(wanted)) == len(wanted)  # no rule takes the place of another
+    linear = [r for r in in_order(wanted) if r["operation"] in ("*", "FULLY_CONNECTED")]
+    assert linear[-1] == added[1]
+    assert added[1]["op_config"] == plain[1]["op_config"]
+    assert recipe("int8-oscar").name == "dynamic_wi8_afp32-oscar"
+    static = recipe("int8-static-gptq")
+    assert static.needs_ranges
+    assert static.needs_moments == ("GPTQ",)
+    assert not recipe("int4-oscar").needs_ranges
+    assert recipe("int4-oscar").needs_calibration
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "float16-mse",
+        "int8-static-mse",
+        "dynamic_wi4b32_afp32-mse",
+        "float16-gptq",
+        "float32-oscar",
+        "int4-hadamard-gptq",
+        "int8-static-oscar",
+        "default_af32w8float-oscar",
+    ],
+)
 def test_an_ending_that_a_recipe_cannot_have_is_refused(name):
     with pytest.raises(OptionError, match="does not go"):
         known_recipe(name)
 
 
-def test_only_static_recipes_need_calibration():
+def test_of_the_recipes_without_ending_only_static_ones_need_calibration():
     static = {name for name in RECIPES if recipe(name).needs_calibration}
     assert static == {n for n in RECIPES if "static" in n}
     assert not recipe("float32").rules

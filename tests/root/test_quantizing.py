@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import tpu2edge
+from tpu2edge import family
 from tpu2edge.autotuning import search_checkpoint
 from tpu2edge.bundle import load_bundle
 from tpu2edge.errors import BundleError, DataError, OptionError, QuantizationError
@@ -19,6 +20,7 @@ from tpu2edge.flatbuffer import read_tflite, summarize
 from tpu2edge.options import chosen_recipes
 from tpu2edge.quantize.apply import quantize_file
 from tpu2edge.quantize.recipes import recipe_from_rules
+from tpu2edge.quantize.rules import dynamic
 from tpu2edge.runtime_check.reference import Reference
 
 
@@ -165,6 +167,68 @@ def test_statistics_are_kept_in_the_bundle_and_used_again(bundle, tmp_path: Path
     assert again.models[1].sha256 == first.models[1].sha256
     other = tpu2edge.quantize_model(bundle, output=tmp_path / "c", **wanted)
     assert other.models[1].sha256 != first.models[1].sha256
+
+
+def test_gptq_and_oscar_take_their_moments_from_samples_and_keep_them(bundle, tmp_path: Path):
+    wanted = {"recipes": ("float32", "int4-weight-only-gptq", "int8-oscar")}
+    first = tpu2edge.quantize_model(
+        bundle, output=tmp_path / "a", calibration_data=rows(200, seed=7), **wanted
+    )
+    assert "calibrated on 200 samples, ranges by minmax, moments for GPTQ and OSCAR" in notes_of(
+        first
+    )
+    again = tpu2edge.quantize_model(first, output=tmp_path / "b", **wanted)
+    assert "ranges and moments of activations are those that 200 samples gave" in notes_of(again)
+    assert [m.sha256 for m in again.models] == [m.sha256 for m in first.models]
+    # Without calibration data the samples that are checked serve, which is said.
+    other = tpu2edge.quantize_model(bundle, output=tmp_path / "c", **wanted)
+    assert "no --calibration-data" in notes_of(other)
+    assert [a.sha256 == b.sha256 for a, b in zip(other.models, first.models, strict=True)] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_statistics_without_the_moments_that_are_needed_are_not_used(bundle, tmp_path: Path):
+    first = tpu2edge.quantize_model(
+        bundle,
+        output=tmp_path / "a",
+        recipes=("float32", "int8-static"),
+        calibration_data=rows(30, seed=7),
+    )
+    again = tpu2edge.quantize_model(first, output=tmp_path / "b", recipes=("int4-gptq",))
+    assert "gave the source bundle" not in notes_of(again)
+    assert "moments for GPTQ" in notes_of(again)
+
+
+def test_hessians_too_large_for_a_bundle_are_not_kept_which_is_said(
+    bundle, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(family, "_MOST_HESSIANS", 100_000)
+    wanted = {"recipes": ("float32", "int4-gptq"), "calibration_data": rows(20)}
+    first = tpu2edge.quantize_model(bundle, output=tmp_path / "a", **wanted)
+    assert "the Hessians of GPTQ take 0 MB and are not kept" in notes_of(first)
+    again = tpu2edge.quantize_model(first, output=tmp_path / "b", recipes=("int4-gptq",))
+    assert "gave the source bundle" not in notes_of(again)
+    assert (tmp_path / "a" / "calibration.npz").stat().st_size < 20_000
+
+
+def test_a_recipe_file_may_name_gptq_for_some_layers(bundle, tmp_path: Path):
+    file = tmp_path / "mine.json"
+    gptq = dynamic(4, operation="FULLY_CONNECTED", algorithm="GPTQ", regex="")
+    file.write_text(json.dumps([dynamic(8), gptq]))
+    made = tpu2edge.quantize_model(
+        bundle, output=tmp_path / "a", recipes=(file,), keep_float=("head",)
+    )
+    kinds = made.manifest["models"][0]["weights"]["bytes_by_kind"]
+    assert set(kinds) == {"int4 per-channel axis 0", "float32"}
+    rules = made.manifest["models"][0]["recipe_json"]
+    (tmp_path / "again.json").write_text(json.dumps(rules))
+    again = tpu2edge.quantize_model(
+        bundle, output=tmp_path / "b", recipes=(tmp_path / "again.json",)
+    )
+    assert again.models[0].sha256 == made.models[0].sha256
 
 
 @pytest.mark.parametrize("method", ["percentile", "mse", "moving-average"])

@@ -153,6 +153,8 @@ def test_every_recipe_has_a_default_with_its_source():
         ("dynamic_wi2c_hr_afp32", 0),
         ("int8-weight-only", 18),
         ("weight_only_wi8_afp32-octav", 18),
+        ("dynamic_wi8_afp32-oscar", 10),
+        ("weight_only_wi8_afp32-gptq", 18),
         ("mine.json", 10),
         ("int4.json", 10),
     ],
