@@ -215,7 +215,8 @@ def own_pack(ready, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     source = cache_folder()
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
-    shutil.copytree(source, cache_folder(), symlinks=True)
+    others = shutil.ignore_patterns("arm64-python")  # 130 MB, of test_arm_interpreter.py
+    shutil.copytree(source, cache_folder(), symlinks=True, ignore=others)
     return cache_folder()
 
 
