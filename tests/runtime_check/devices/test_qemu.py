@@ -16,7 +16,7 @@ from tpu2edge.errors import (
     DeviceMemoryError,
     DeviceTimeoutError,
 )
-from tpu2edge.runtime_check.devices import qemu
+from tpu2edge.runtime_check.devices import install, qemu
 from tpu2edge.runtime_check.devices.client import Session
 from tpu2edge.runtime_check.devices.profiles import Profile, profile_named
 from tpu2edge.runtime_check.devices.runners import StateKind, install_device, launch_of, state_of
@@ -289,3 +289,42 @@ def test_a_new_user_gets_a_device_by_one_command(
     assert state.ready
     launch = launch_of(profile_named("arm-v8.2-dotprod"))
     assert len(run_on(small_tflite, small_samples, launch)) == len(small_samples)
+
+
+@pytest.mark.slow
+def test_qemu_10_on_path_is_taken_and_gives_the_same_bits(
+    ready, tmp_path: Path, monkeypatch, dense, dense_samples, run_on, small_files, small_samples
+) -> None:
+    """It knows the A55 and A710 by name and makes /proc/cpuinfo itself; 62 MB from backports."""
+    cores = {
+        "arm-v8.0": "cortex-a53",
+        "arm-v8.2-dotprod": "cortex-a55",
+        "arm-v9-i8mm": "cortex-a710",
+    }
+    whole = [{"image": np.round(one["image"] * 40).astype("int8")} for one in small_samples]
+    cases = [
+        (path, whole if "static" in name else small_samples) for name, path in small_files.items()
+    ]
+    cases += [(path, dense_samples[22:26]) for path in dense]
+    wanted = {name: [run_on(*case, launch_of(ready(name))) for case in cases] for name in cores}
+    try:
+        packages = install.apt_packages(
+            ["qemu-user"], tmp_path / "root", options=install.apt_newer("qemu-user", 10)
+        )
+    except DeviceError as err:
+        pytest.skip(f"no QEMU 10 to be had here: {err}")
+    monkeypatch.setenv("PATH", str(tmp_path / "root" / "usr" / "bin"), prepend=":")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, core in cores.items():
+        profile = dataclasses.replace(profile_named(name), core=core)
+        assert install_device(profile).ready
+        launch = launch_of(profile)
+        assert launch.versions["qemu"] in packages["qemu-user"]
+        assert int(launch.versions["qemu"].split(".")[0]) >= 10
+        assert launch.versions["cpu"] == core
+        assert not list(Path(launch.command[launch.command.index("-L") + 1]).glob("proc"))
+        for case, expected in zip(cases, wanted[name], strict=True):
+            for one, other in zip(expected, run_on(*case, launch), strict=True):
+                assert {k: v.tobytes() for k, v in one.items()} == {
+                    k: v.tobytes() for k, v in other.items()
+                }
