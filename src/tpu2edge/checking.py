@@ -16,7 +16,7 @@ from tpu2edge.bundle import Bundle, load_bundle
 from tpu2edge.errors import BundleError, OptionError
 from tpu2edge.files import sha256_of
 from tpu2edge.logs import log_stream
-from tpu2edge.options import budget_texts, known_devices, parse_budget, thread_count
+from tpu2edge.options import budget_texts, parse_budget, ready_devices, thread_count
 from tpu2edge.requests import CheckRequest
 from tpu2edge.truths import Truth, truth_of
 from tpu2edge.types import EdgeModel, NoteSink, Progress, no_progress
@@ -58,12 +58,13 @@ def check_parity(
 
     Raises:
         InputError: the file, the samples or the budget do not fit one another.
+        DeviceError: the device is not ready.
     """
     from tpu2edge.runtime_check.budget import default_budget
     from tpu2edge.runtime_check.parity import check_model
     from tpu2edge.runtime_check.reference import Reference
 
-    (profile,) = known_devices([device])
+    (profile,) = ready_devices([device])
     if not isinstance(model, EdgeModel):
         model = _edge_model(Path(model))
     if not isinstance(reference, Reference):
@@ -160,13 +161,17 @@ def check_target(
     """The comparison alone, for a bundle (all its models) or one ``.tflite``.
 
     A bundle brings its own reference and budgets; a ``.tflite`` needs ``reference``.
+
+    Raises:
+        InputError: the file, the samples or the budget do not fit one another.
+        DeviceError: a device is not ready; nothing was run then.
     """
     from tpu2edge.runtime_check.budget import default_budget
     from tpu2edge.runtime_check.parity import ParityReport, check_model
     from tpu2edge.runtime_check.reference import Reference
     from tpu2edge.runtime_check.task_metric import load_task_metric
 
-    devices = known_devices(request.devices, request.device_files)
+    devices = ready_devices(request.devices, request.device_files)
     metric = load_task_metric(request.metric) if request.metric is not None else None
     progress("load")
     reports: list[ParityReport] = []
