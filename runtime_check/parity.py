@@ -10,7 +10,14 @@ from typing import IO, Any
 
 import numpy as np
 
-from tpu2edge.errors import DataError, DeviceError, OptionError, Place
+from tpu2edge.errors import (
+    DataError,
+    DeviceError,
+    DeviceMemoryError,
+    DeviceTimeoutError,
+    OptionError,
+    Place,
+)
 from tpu2edge.runtime_check.budget import Budget
 from tpu2edge.runtime_check.devices.cache import CachedSession
 from tpu2edge.runtime_check.devices.checks import DeviceChecks, check_session
@@ -184,7 +191,8 @@ def check_model(
                 used = threads or (profile.threads if profile is not None else 1)
                 checks = _checks(session, actual.name, sample, first[0], used, log)
     except DeviceError as error:
-        reason = Reason(code=f"device-{error.step}", text=str(error))
+        told = _with_whose_fault(error, model, reference, profile, signature, threads, log)
+        reason = Reason(code=f"device-{error.step}", text=str(told))
         return report(cases.all(Verdict.ERROR, reason), {})
     found = tuple(cases.judge(meters[name], name, constant) for name in names)
     if checks is not None:
@@ -279,6 +287,45 @@ def _host_outputs(
             ]
     except DeviceError:
         return None
+
+
+_RUNTIMES = {"gpu": "LiteRT's GPU accelerator", "wasm": "LiteRT.js"}
+
+
+def _with_whose_fault(
+    error: DeviceError,
+    model: EdgeModel,
+    reference: Reference,
+    profile: Profile | None,
+    signature: str | None,
+    threads: int | None,
+    log: IO[bytes] | None,
+) -> DeviceError:
+    """The error of another device with whether the file's first sample runs on this machine."""
+    if (
+        profile is None
+        or is_host(profile)
+        or error.step not in ("load", "run")
+        or isinstance(error, DeviceMemoryError | DeviceTimeoutError)
+    ):
+        return error
+    try:
+        with opened(model.path, profile_named("host"), threads, log) as session:
+            actual = _matching(session.signatures, signature, reference.signature.name)
+            sample = fit_sample(reference.inputs(0), actual, reference.sample_ids[0])
+            list(session.run(actual.name, [sample]))
+    except DeviceError as other:
+        words = f"it does not run on this machine either: {other.what.splitlines()[0]}"
+        do = error.do
+    else:
+        who = _RUNTIMES.get(profile.runner, f"LiteRT on device '{profile.name}'")
+        words = (
+            f"the same file runs on this machine: {who} cannot {error.step} it, by a limit or fault "
+            "of its own; the file is not damaged"
+        )
+        where = "run this file on the CPU there" if profile.runner == "gpu" else "leave it out"
+        do = f"another recipe may work on '{profile.name}'; else {where}"
+    return type(error)(f"{error.what}\n    {words}", do=do, place=error.place, step=error.step)
 
 
 def _task_value(metric: TaskMetric, reference: Reference, given: Sequence[Tensors]) -> TaskValue:

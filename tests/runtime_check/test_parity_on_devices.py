@@ -185,6 +185,44 @@ def test_a_worker_that_dies_at_its_start_is_an_error_for_all_outputs(
     assert check_model(model, reference, FLOAT).verdict is Verdict.PASS
 
 
+REFUSES = """
+import ai_edge_litert.interpreter as module
+
+def refuse(*args, **options):
+    raise RuntimeError("Node number 3 (CONV_2D) failed to prepare. Failed to initialize kernel.")
+
+module.Interpreter = refuse
+"""
+
+
+def test_a_device_that_cannot_load_a_good_file_is_told_as_the_devices_fault(
+    model, reference, phone, tmp_path
+):
+    (tmp_path / "sitecustomize.py").write_text(REFUSES)
+    profile = phone(env=f'PYTHONPATH = "{tmp_path}"')
+    report = check_model(model, reference, FLOAT, profile=profile)
+    assert report.exit_code == 4
+    for case in report.cases:
+        assert (case.verdict, case.reasons[0].code) == (Verdict.ERROR, "device-load")
+        first, told, following = case.reasons[0].text.splitlines()
+        assert "LiteRT on device 'phone' cannot load" in first
+        assert first.endswith("Failed to initialize kernel.")
+        assert told == (
+            "    the same file runs on this machine: LiteRT on device 'phone' cannot load it, by a "
+            "limit or fault of its own; the file is not damaged"
+        )
+        assert following == "  Next: another recipe may work on 'phone'; else leave it out"
+
+
+def test_a_file_that_runs_nowhere_is_told_so(reference, phone, tmp_path):
+    path = tmp_path / "text.tflite"
+    path.write_text("this is no flatbuffer")
+    text = EdgeModel(path=path, signatures=(), recipe="float32", sha256="", size_bytes=21)
+    (case, _) = check_model(text, reference, FLOAT, profile=phone()).cases
+    assert "it does not run on this machine either: LiteRT on device 'host'" in case.reasons[0].text
+    assert "not damaged" not in case.reasons[0].text
+
+
 # ------------------------------------------------------------------------- what only a device shows
 
 
