@@ -13,7 +13,6 @@ from tpu2edge.cli.options import (
     Quiet,
     ReferenceForce,
     ReferenceOutput,
-    ReferenceSignatureName,
     Seed,
 )
 
@@ -63,7 +62,14 @@ def capture(
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Under torch.compile instead of eager.")
     ] = False,
-    signature_name: ReferenceSignatureName = "serving_default",
+    signature_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name of the entry, as for export; of a model with several signatures the one to "
+            "run. [serving_default]",
+        ),
+    ] = None,
     seed: Seed = 0,
     force: ReferenceForce = False,
     json: AsJson = False,
@@ -81,6 +87,7 @@ def capture(
       tpu2edge capture model.py --checkpoint step-1000/ --inputs samples.npz --device tpu -o ref
       tpu2edge capture model.py --device jax --compiled --precision highest -o ref
       tpu2edge export model.py --checkpoint step-1000/ --reference ref -o out
+      tpu2edge capture coder.py --signature-name encode -o refs/encode
     """
     from tpu2edge.cli import printing
     from tpu2edge.cli.display import Display

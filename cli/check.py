@@ -20,7 +20,8 @@ def check(
         Path | None,
         typer.Option(
             metavar="DIR_OR_FILE",
-            help="Inputs and outputs to compare with: a reference folder, or a bundle. Without it: the "
+            help="Inputs and outputs to compare with: a reference folder (or one of those, a signature "
+            "each), or a bundle. Without it: the "
             "bundle's own.",
         ),
     ] = None,

@@ -30,6 +30,10 @@ def doctor(
     precision: Annotated[
         str, typer.Option(metavar="NAME", help="With --tpu: default, high or highest.")
     ] = "default",
+    signature_name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --tpu: which of the model's signatures."),
+    ] = None,
     json: AsJson = False,
 ) -> int:
     """Say what is installed here, and what is missing.
@@ -52,13 +56,18 @@ def doctor(
         from tpu2edge.requests import SurveyRequest
 
         request = SurveyRequest(
-            source=tpu, generations=tuple(generation or ()), precision=precision
+            source=tpu,
+            generations=tuple(generation or ()),
+            precision=precision,
+            signature_name=signature_name,
         )
         outcome = run_job("survey", request.to_json(), display=Display())
         printing.print_survey(outcome, as_json=json)
         return outcome.exit_code
-    if generation or precision != "default":
-        raise typer.BadParameter("--generation and --precision go with --tpu MODEL")
+    if generation or precision != "default" or signature_name:
+        raise typer.BadParameter(
+            "--generation, --precision and --signature-name go with --tpu MODEL"
+        )
     from tpu2edge.doctor import diagnose
 
     found = diagnose()

@@ -78,6 +78,18 @@ class Bound:
         """Whether the metric exists for this output (no SQNR of integers, no top-1 of scalars)."""
         return getattr(metrics, _METRICS[self.metric][0]) is not None
 
+    def widened(self, range_error: float, share: float) -> Bound:
+        """The bound with an error of so much of the range, and of the signal's norm, besides."""
+        if self.metric.startswith("sqnr"):
+            if share <= 0:
+                return self
+            value = -20 * math.log10(10 ** (-self.value / 20) + share)
+            return Bound(metric=self.metric, value=math.floor(value * 100) / 100)
+        if self.metric in ("range_error", "mismatch"):
+            # As text it is 0.12, and not 0.12000000000000001.
+            return Bound(metric=self.metric, value=float(f"{self.value + range_error:.12g}"))
+        return self
+
     def margin_db(self, metrics: OutputMetrics) -> float:
         """How far inside of the bound the metric is, in dB of noise power; negative outside of it.
 
@@ -268,28 +280,33 @@ class Budget:
         """The same as text, as :meth:`parse` reads it."""
         return ",".join(str(bound) for bound in self.bounds(output, is_float=is_float)) or "none"
 
-    def relaxed(self, range_error: float, why: str) -> Budget:
+    def relaxed(
+        self, range_error: float, why: str, shares: Mapping[str, float] | None = None
+    ) -> Budget:
         """The budget with what another device may add: an error of ``range_error`` of the range.
 
-        Errors over the range get it added; an SQNR of S dB becomes -20 log10(10^(-S/20) + range_error),
-        as if the added error were that share of the signal; integers may differ in that share more.
+        Errors over the range get it added, and integers may differ in that share more. An SQNR of S
+        dB becomes -20 log10(10^(-S/20) + share): by the triangle inequality that is what a file that
+        keeps S keeps after an error of that share of the signal's norm. ``shares`` are by output,
+        where they are known; ``range_error`` stands in where they are not.
         Bounds on absolute errors, cosines, top-1 and the task metric stay: they say what is needed.
         """
         if range_error <= 0:
             return self
 
-        def wider(bound: Bound) -> Bound:
-            if bound.metric.startswith("sqnr"):
-                amplitude = 10 ** (-bound.value / 20) + range_error
-                return Bound(metric=bound.metric, value=round(-20 * math.log10(amplitude), 2))
-            if bound.metric in ("range_error", "mismatch"):
-                return Bound(metric=bound.metric, value=bound.value + range_error)
-            return bound
+        def wider(bounds: Iterable[Bound], share: float) -> tuple[Bound, ...]:
+            return tuple(bound.widened(range_error, share) for bound in bounds)
 
+        outputs = {
+            name: self.outputs.get(name, self.floats) for name in (*self.outputs, *(shares or {}))
+        }
         return Budget(
-            floats=tuple(map(wider, self.floats)),
-            integers=tuple(map(wider, self.integers)),
-            outputs={name: tuple(map(wider, bounds)) for name, bounds in self.outputs.items()},
+            floats=wider(self.floats, range_error),
+            integers=wider(self.integers, range_error),
+            outputs={
+                name: wider(bounds, (shares or {}).get(name, range_error))
+                for name, bounds in outputs.items()
+            },
             may_be_constant=self.may_be_constant,
             source=f"{self.source}; {why}",
             task=self.task,

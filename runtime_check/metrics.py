@@ -18,6 +18,7 @@ over the elements that are finite in the reference. The formulas:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from tpu2edge.types import Array
 
-__all__ = ["OutputMeter", "OutputMetrics", "cosine", "sqnr_db"]
+__all__ = ["OutputMeter", "OutputMetrics", "cosine", "largest_share", "sqnr_db"]
 
 _POWER_FLOOR = 1e-8  # of the mean signal power over the samples
 
@@ -107,6 +108,17 @@ def cosine(reference: Array, candidate: Array) -> float:
     if norm == 0.0:
         return 1.0 if not a.any() and not b.any() else 0.0
     return float(a @ b) / norm
+
+
+def largest_share(signal: Sequence[float], noise: Sequence[float]) -> float:
+    """The largest sqrt(noise / signal) of the samples' powers, an almost silent one as for the SQNR.
+
+    >>> largest_share([4.0, 1.0], [0.01, 0.01])
+    0.1
+    """
+    floor = _POWER_FLOOR * sum(signal) / max(len(signal), 1)
+    powers = [(max(one, floor), other) for one, other in zip(signal, noise, strict=True)]
+    return math.sqrt(max((n / s for s, n in powers if s > 0), default=0.0))
 
 
 def _all_are(array: NDArray[Any], value: np.generic) -> bool:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from tpu2edge.errors import DataError, DeviceError, OptionError, Place
+from tpu2edge.errors import (
+    DataError,
+    DeviceError,
+    DeviceMemoryError,
+    DeviceTimeoutError,
+    OptionError,
+    Place,
+)
 from tpu2edge.runtime_check.budget import Budget
 from tpu2edge.runtime_check.devices.cache import CachedSession
 from tpu2edge.runtime_check.devices.checks import DeviceChecks, check_session
 from tpu2edge.runtime_check.devices.client import Session, Tap
 from tpu2edge.runtime_check.devices.profiles import Profile, profile_named
 from tpu2edge.runtime_check.devices.runners import launch_of
-from tpu2edge.runtime_check.metrics import OutputMeter, OutputMetrics
+from tpu2edge.runtime_check.metrics import OutputMeter, OutputMetrics, largest_share
 from tpu2edge.runtime_check.reference.store import Reference, ReferenceWriter
 from tpu2edge.runtime_check.report.cases import (
     REPORT_FORMAT_VERSION,
@@ -120,11 +127,17 @@ def check_model(
     constant = constant_outputs | budget.may_be_constant
     device = profile.name if profile is not None else "host"
     added = profile.tolerance.range_error(model.recipe) if profile is not None else 0.0
+    why = ""
     if profile is not None and added:
-        budget = budget.relaxed(
-            added, f"{device} may add {added:g} of the range ({profile.tolerance.name})"
-        )
-    cases = _Cases(model, device, expected, budget, conversion if eager is not None else None)
+        why = f"{device} may add {added:g} of the range ({profile.tolerance.name})"
+    if eager is None:
+        conversion = None
+
+    def judging(shares: Mapping[str, float]) -> _Cases:
+        bounds = conversion.relaxed(added, why, shares) if conversion is not None else None
+        return _Cases(model, device, expected, budget.relaxed(added, why, shares), bounds)
+
+    cases = judging({})
     if not len(reference):
         raise DataError("the reference holds no sample", do="give at least one sample")
 
@@ -152,6 +165,9 @@ def check_model(
             actual = _matching(session.signatures, signature, expected.name)
             if fault := _missing_outputs(expected, actual):
                 return report(cases.all(Verdict.FAIL, fault), {})
+            host = (
+                None if is_host(profile) else _host_outputs(model, reference, actual, threads, log)
+            )
             meters = _run(
                 session,
                 actual,
@@ -164,9 +180,8 @@ def check_model(
                     keep,
                     model.recipe,
                     _is_tpu(reference),
-                    None
-                    if is_host(profile)
-                    else _host_outputs(model, reference, actual, threads, log),
+                    host,
+                    {name: added * _range(host, name) for name in names} if host else {},
                 ),
                 lambda done: progress(stage, done, len(reference)),
                 given,
@@ -184,8 +199,11 @@ def check_model(
                 used = threads or (profile.threads if profile is not None else 1)
                 checks = _checks(session, actual.name, sample, first[0], used, log)
     except DeviceError as error:
-        reason = Reason(code=f"device-{error.step}", text=str(error))
+        told = _with_whose_fault(error, model, reference, profile, signature, threads, log)
+        reason = Reason(code=f"device-{error.step}", text=str(told))
         return report(cases.all(Verdict.ERROR, reason), {})
+    moved = {name: share for name in names if (share := meters[name].moved_share()) is not None}
+    cases = judging(moved)
     found = tuple(cases.judge(meters[name], name, constant) for name in names)
     if checks is not None:
         found = tuple(_with_checks(case, checks, added) for case in found)
@@ -279,6 +297,52 @@ def _host_outputs(
             ]
     except DeviceError:
         return None
+
+
+_RUNTIMES = {"gpu": "LiteRT's GPU accelerator", "wasm": "LiteRT.js"}
+
+
+def _with_whose_fault(
+    error: DeviceError,
+    model: EdgeModel,
+    reference: Reference,
+    profile: Profile | None,
+    signature: str | None,
+    threads: int | None,
+    log: IO[bytes] | None,
+) -> DeviceError:
+    """The error of another device with whether the file's first sample runs on this machine."""
+    if (
+        profile is None
+        or is_host(profile)
+        or error.step not in ("load", "run")
+        or isinstance(error, DeviceMemoryError | DeviceTimeoutError)
+    ):
+        return error
+    try:
+        with opened(model.path, profile_named("host"), threads, log) as session:
+            actual = _matching(session.signatures, signature, reference.signature.name)
+            sample = fit_sample(reference.inputs(0), actual, reference.sample_ids[0])
+            list(session.run(actual.name, [sample]))
+    except DeviceError as other:
+        words = f"it does not run on this machine either: {other.what.splitlines()[0]}"
+        do = error.do
+    else:
+        who = _RUNTIMES.get(profile.runner, f"LiteRT on device '{profile.name}'")
+        words = (
+            f"the same file runs on this machine: {who} cannot {error.step} it, by a limit or fault "
+            "of its own; the file is not damaged"
+        )
+        where = "run this file on the CPU there" if profile.runner == "gpu" else "leave it out"
+        do = f"another recipe may work on '{profile.name}'; else {where}"
+    return type(error)(f"{error.what}\n    {words}", do=do, place=error.place, step=error.step)
+
+
+def _range(outputs: Sequence[Tensors], name: str) -> float:
+    """The largest less the smallest finite value over all samples."""
+    flat = [np.asarray(one[name]).reshape(-1) for one in outputs]
+    values = np.concatenate([one[np.isfinite(one)] for one in flat]).astype(np.float64)
+    return float(np.ptp(values)) if values.size else 0.0
 
 
 def _task_value(metric: TaskMetric, reference: Reference, given: Sequence[Tensors]) -> TaskValue:
@@ -400,6 +464,7 @@ class _Side:
     recipe: str
     is_tpu: bool  # whether the reference is a TPU's, captured or predicted
     host: Sequence[Tensors] | None = None  # the same file's outputs on this machine
+    may_move: Mapping[str, float] = field(default_factory=dict)  # an element, from those
 
 
 class _Output:
@@ -417,6 +482,22 @@ class _Output:
         self.steps = dict.fromkeys(steps, 0.0)
         self.signal = 0.0
         self.has_split = self.has_float = False
+        self._powers: list[tuple[float, float]] = []  # of the reference, of what the device may do
+
+    def add_move(self, truth: Array, host: Array, found: Array, may_move: float) -> None:
+        """Take what the device has moved one sample by; no element counts with more than it may."""
+        wide = [np.asarray(one).astype(np.float64) for one in (truth, host, found)]
+        finite = np.logical_and.reduce([np.isfinite(one) for one in wide])
+        t, h, d = (one[finite] for one in wide)
+        move = np.clip(d - h, -may_move, may_move)
+        self._powers.append((float(t @ t), float(move @ move)))
+
+    def moved_share(self) -> float | None:
+        """The largest of a sample, over the norm of the reference; None where it is not known."""
+        if not self._powers:
+            return None
+        signal, noise = zip(*self._powers, strict=True)
+        return largest_share(signal, noise)
 
     def split(self, quantized: bool) -> ErrorSplit | None:
         if not self.has_split:
@@ -510,6 +591,8 @@ def _gather(
         host = side.host[index][name] if side.host is not None else None
         if output.host_meter is not None and host is not None:
             output.host_meter.add(identity, host, found)
+            if name in side.may_move and expected.output(name).dtype.startswith("float"):
+                output.add_move(truth[name], host, found, side.may_move[name])
         if oracle is not None:
             steps = _Steps(oracle[name], truth[name], eager[name], base.get(name), host, found)
             _add_split(output, steps, not is_base(side.recipe))

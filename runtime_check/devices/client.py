@@ -60,6 +60,10 @@ _DYING_S = 5.0
 _CHATTER = re.compile(
     r"\s*(INFO|VERBOSE|DEBUG):|WARNING: \[(npu_registry|gpu_registry|compiler_plugin)"
     r"|\s*(└|\|)? ?Could not load shared library|\s*└\s*$"
+    # ... every start of QEMU as an x86-64 CPU ...
+    r"|qemu-x86_64: warning: TCG doesn't support requested feature"
+    # ... and every start of the GPU accelerator: its own, Dawn's and Abseil's logs.
+    r"|I\d{4} \d\d:|W(ARNING|arning): (Logging before InitGoogle|maxDynamic\w+BuffersPer)"
 )
 
 # What LiteRT, C++ and NumPy print or say when memory is short, and when an operator is unknown.

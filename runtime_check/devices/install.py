@@ -30,6 +30,7 @@ from tpu2edge.runtime_check.devices.host import litert_version
 __all__ = [
     "Part",
     "apt_closure",
+    "apt_lists",
     "apt_newer",
     "apt_offers",
     "apt_packages",
@@ -135,9 +136,16 @@ def size_bytes(*names: str) -> int:
 
 
 def pip_wheel(
-    package: str, folder: Path, *, version: str = "", platforms: Sequence[str] = ()
+    package: str,
+    folder: Path,
+    *,
+    version: str = "",
+    platforms: Sequence[str] = (),
+    python: str = f"{sys.version_info.major}.{sys.version_info.minor}",
 ) -> Path:
     """The wheel of a package, fetched by the user's own pip into ``folder``.
+
+    ``python`` is the version that it is for where ``platforms`` are not this machine's.
 
     Raises:
         DeviceError: there is no pip, or it cannot get the wheel; pip's own last words.
@@ -157,7 +165,7 @@ def pip_wheel(
     for name in platforms:
         command += ["--platform", name]
     if platforms:
-        command += ["--python-version", f"{sys.version_info.major}.{sys.version_info.minor}"]
+        command += ["--python-version", python]
     wanted = f"{package}=={version}" if version else package
     before = set(folder.glob("*.whl"))
     _run([*command, wanted], f"pip cannot get {wanted} for {', '.join(platforms) or 'here'}")
@@ -196,7 +204,7 @@ def apt_packages(
 
     apt checks the signatures and digests. Where the system's package lists are empty or old, lists
     of our own are made, in the cache. Gives the version of each package. ``options`` are apt's own
-    (:func:`apt_newer`), whose lists are there already.
+    (:func:`apt_newer`, :func:`apt_lists`), whose lists are there already.
 
     Raises:
         DeviceError: there is no apt here, or it cannot get a package; apt's own last words.
@@ -215,9 +223,7 @@ def apt_packages(
         except DeviceError:
             if options:
                 raise
-            own = _own_lists()
-            _run(["apt-get", "update", "-q", *own], "apt cannot update its lists")
-            _run(["apt-get", "download", "-q", *own, *packages], why, cwd=place)
+            _run(["apt-get", "download", "-q", *apt_lists(), *packages], why, cwd=place)
         for file in sorted(Path(place).glob("*.deb")):
             _run(["dpkg-deb", "-x", str(file), str(folder)], f"{file.name} cannot be unpacked")
             fields = _run(["dpkg-deb", "-f", str(file), "Package", "Version"], "dpkg-deb failed")
@@ -241,8 +247,7 @@ def apt_newer(package: str, least: int) -> list[str]:
     options: list[str] = []
     offered = _offered(package, options)
     if not offered:  # the system's lists are empty
-        options = _own_lists()
-        _run(["apt-get", "update", "-q", *options], "apt cannot update its lists")
+        options = apt_lists()
         offered = _offered(package, options)
     for version, suite in offered:
         if _major(version) >= least:
@@ -347,14 +352,16 @@ def _backports(mirror: str, suite: str) -> list[str]:
     return [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
 
 
-def apt_dependencies(package: str) -> list[str]:
-    """Names of the packages that ``package`` depends on and that are not installed here."""
-    text = _run(["apt-cache", "depends", "--important", package], f"apt knows no {package}")
+def apt_dependencies(*packages: str, options: Sequence[str] = ()) -> list[str]:
+    """Names of the packages that ``packages`` depend on directly, as apt would choose them."""
+    command = ["apt-cache", "depends", "--important", *options, *packages]
+    text = _run(command, f"apt knows no {' or no '.join(packages)}")
     names = [line.split(":", 1)[1].strip() for line in text.splitlines() if "Depends:" in line]
-    return [name for name in names if not name.startswith("<") and not _is_installed(name)]
+    return sorted({name for name in names if not name.startswith("<")} - set(packages))
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether the system has a package."""
     done = subprocess.run(
         ["dpkg-query", "-W", "-f", "${db:Status-Status}", package],
         capture_output=True,
@@ -364,19 +371,26 @@ def _is_installed(package: str) -> bool:
     return done.stdout.strip().startswith("installed")
 
 
-def _own_lists() -> list[str]:
-    """Options by which apt keeps its lists and archives in our cache: it needs no root then."""
-    folder = cache_folder().parent / "apt"
+def apt_lists(architecture: str = "") -> list[str]:
+    """Options by which apt keeps its lists and archives in our cache, and needs no root; up to date.
+
+    ``architecture`` is Debian's name of one that is not this machine's own.
+    """
+    folder = cache_folder().parent / (f"apt-{architecture}" if architecture else "apt")
     for name in ("lists/partial", "archives/partial"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    options = {
+    settings = {
         "Dir::State::lists": folder / "lists",
         "Dir::Cache": folder,
         "Dir::Cache::archives": folder / "archives",
         "Debug::NoLocking": "1",
         "Acquire::Languages": "none",
     }
-    return [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    if architecture:
+        settings |= {"APT::Architecture": architecture, "APT::Architectures": architecture}
+    options = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+    _run(["apt-get", "update", "-q", *options], "apt cannot update its lists")
+    return options
 
 
 def needs_linux_x86() -> str:

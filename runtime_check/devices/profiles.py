@@ -41,6 +41,7 @@ __all__ = [
     "XNNPACK_FLAGS",
     "Profile",
     "Tolerance",
+    "is_found_by_name",
     "load_profile",
     "profile_named",
     "profiles",
@@ -166,6 +167,11 @@ def profiles(files: Sequence[Path] = ()) -> dict[str, Profile]:
     """
     paths = [*sorted(_FOLDER.glob("*.toml")), *sorted(user_folder().glob("*.toml")), *files]
     return {profile.name: profile for profile in map(load_profile, paths)}
+
+
+def is_found_by_name(profile: Profile) -> bool:
+    """Whether its file lies where profiles are looked for, so that its name is enough."""
+    return profile.file is None or profile.file.parent in (_FOLDER, user_folder())
 
 
 def profile_named(name: str, files: Sequence[Path] = ()) -> Profile:

@@ -27,6 +27,7 @@ from tpu2edge.runtime_check.devices.install import (
     apt_packages,
     cache_folder,
     forget_part,
+    is_installed,
     needs_linux_x86,
     new_part,
     part_named,
@@ -247,7 +248,8 @@ def _by_apt(name: str, folder: Path, unpacked: Path, record: dict[str, Any]) -> 
     versions = apt_packages(["qemu-user"], unpacked)
     shutil.copy(unpacked / "usr" / "bin" / name, folder / name)
     if absent := _missing_libraries(folder / name):
-        versions |= apt_packages(apt_dependencies("qemu-user"), unpacked)
+        needed = [name for name in apt_dependencies("qemu-user") if not is_installed(name)]
+        versions |= apt_packages(needed, unpacked)
         (folder / "lib").mkdir()
         for library in absent:
             found = sorted(unpacked.rglob(library))

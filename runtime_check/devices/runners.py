@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import enum
 import importlib
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from tpu2edge.errors import DeviceError
-from tpu2edge.runtime_check.devices.profiles import Profile
+from tpu2edge.runtime_check.devices.profiles import Profile, is_found_by_name
 from tpu2edge.types import Progress, no_progress
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Runner",
     "State",
     "StateKind",
+    "install_command",
     "install_device",
     "install_devices",
     "launch_of",
@@ -89,8 +91,15 @@ class Launch:
 
 def missing(profile: Profile, text: str, *, slow: str = "") -> State:
     """The state of a device that `tpu2edge devices install` makes ready."""
-    how = f"tpu2edge devices install {profile.name}"
+    how = install_command(profile)
     return State(kind=StateKind.MISSING, text=text, how=how, slow=slow)
+
+
+def install_command(*wanted: Profile) -> str:
+    """What to type to have devices installed; a profile's own file belongs to it."""
+    files = dict.fromkeys(one.file for one in wanted if one.file and not is_found_by_name(one))
+    words = [*(one.name for one in wanted), *(w for f in files for w in ("--device-file", str(f)))]
+    return f"tpu2edge devices install {shlex.join(words)}"
 
 
 class Runner(Protocol):

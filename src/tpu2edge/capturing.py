@@ -154,7 +154,9 @@ def capture_source(
     progress("import torch")
     need_modules("tpu2edge capture", ("torch",))
     from tpu2edge.export.checkpoints import checkpoint_digest, load_checkpoint
+    from tpu2edge.export.methods import module_of
     from tpu2edge.export.sources import load_source
+    from tpu2edge.tracing import checkpoint_owner, entry_of, weights_of
 
     def say(notes: Iterable[Note]) -> None:
         for note in notes:
@@ -164,23 +166,34 @@ def capture_source(
     progress("load model")
     loaded = load_source(request.source)
     say(loaded.notes)
-    if loaded.module is None:
+    if loaded.program is not None:
         raise OptionError(
             "a saved program cannot be captured on another device",
             do="give the module that it was exported from",
         )
-    loaded.refuse_without_inputs(request.source)
+    name, module = request.signature_name or "serving_default", loaded.module
+    args, kwargs = loaded.args or (), loaded.kwargs
+    several = loaded.signatures
+    if several is not None:
+        name = entry_of(loaded, request.signature_name, option="--signature-name")
+        target, args, kwargs = several[name]
+        module = module_of(target, name)
+        if not args and not kwargs:
+            raise DataError(f"signature '{name}' has no example inputs", do="give (module, args)")
+    else:
+        loaded.refuse_without_inputs(request.source)
+    assert module is not None
     about: dict[str, Any] = {"source": {"origin": loaded.origin, "sha256": loaded.sha256}}
     if request.checkpoint is not None:
         progress("load checkpoint")
-        say(load_checkpoint(loaded.module, request.checkpoint))
+        say(load_checkpoint(checkpoint_owner(loaded), request.checkpoint))
         about["checkpoint"] = {
             "name": request.checkpoint.name,
             "sha256": checkpoint_digest(request.checkpoint),
         }
     if request.device is not None:
         progress(f"move to {request.device}")
-        move_to_device(loaded.module, request.device)
+        move_to_device(module, request.device)
 
     def made(specs: Sequence[TensorSpec], arrays: Mapping[str, Array]) -> Iterable[Any]:
         if not request.inputs:
@@ -193,20 +206,22 @@ def capture_source(
     if request.inputs:
         data = {"kind": "files", "files": [named_digest(path) for path in request.inputs]}
     return _capture(
-        loaded.module,
-        loaded.args or (),
-        loaded.kwargs,
+        module,
+        args,
+        kwargs,
         made,
         output=request.output,
         data=data,
         precision=request.precision,
         compiled=request.compiled,
-        signature_name=request.signature_name,
+        signature_name=name,
         seed=request.seed,
         force=request.force,
         progress=progress,
         on_note=on_note,
         extra=about,
+        # Of all signatures, as an export of them has it.
+        fingerprint=None if several is None else lambda _: weights_of(several),
     )
 
 
@@ -340,6 +355,7 @@ def _capture(
     progress: Progress,
     on_note: NoteSink | None,
     extra: Mapping[str, Any] | None = None,
+    fingerprint: Callable[[torch.nn.Module], str] | None = None,
 ) -> Reference:
     from tpu2edge.export import blame, names
     from tpu2edge.export.prepare import unwrap, weights_digest
@@ -380,7 +396,7 @@ def _capture(
         compiled=compiled,
         call=call,
         flatten=flatten,
-        fingerprint=weights_digest,
+        fingerprint=fingerprint or weights_digest,
         seed=seed,
     )
     with captured.device.context():

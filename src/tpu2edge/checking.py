@@ -15,11 +15,12 @@ from tpu2edge import references
 from tpu2edge.bundle import Bundle, load_bundle
 from tpu2edge.errors import BundleError, OptionError
 from tpu2edge.files import sha256_of
+from tpu2edge.flatbuffer import read_tflite, signatures_of
 from tpu2edge.logs import log_stream
-from tpu2edge.options import budget_texts, known_devices, parse_budget, thread_count
+from tpu2edge.options import budget_texts, parse_budget, ready_devices, thread_count
 from tpu2edge.requests import CheckRequest
 from tpu2edge.truths import Truth, truth_of
-from tpu2edge.types import EdgeModel, NoteSink, Progress, no_progress
+from tpu2edge.types import EdgeModel, Note, NoteSink, Progress, no_progress
 
 if TYPE_CHECKING:
     from tpu2edge.runtime_check.budget import Budget
@@ -58,12 +59,13 @@ def check_parity(
 
     Raises:
         InputError: the file, the samples or the budget do not fit one another.
+        DeviceError: the device is not ready.
     """
     from tpu2edge.runtime_check.budget import default_budget
     from tpu2edge.runtime_check.parity import check_model
     from tpu2edge.runtime_check.reference import Reference
 
-    (profile,) = known_devices([device])
+    (profile,) = ready_devices([device])
     if not isinstance(model, EdgeModel):
         model = _edge_model(Path(model))
     if not isinstance(reference, Reference):
@@ -160,13 +162,16 @@ def check_target(
     """The comparison alone, for a bundle (all its models) or one ``.tflite``.
 
     A bundle brings its own reference and budgets; a ``.tflite`` needs ``reference``.
+
+    Raises:
+        InputError: the file, the samples or the budget do not fit one another.
+        DeviceError: a device is not ready; nothing was run then.
     """
     from tpu2edge.runtime_check.budget import default_budget
     from tpu2edge.runtime_check.parity import ParityReport, check_model
-    from tpu2edge.runtime_check.reference import Reference
     from tpu2edge.runtime_check.task_metric import load_task_metric
 
-    devices = known_devices(request.devices, request.device_files)
+    devices = ready_devices(request.devices, request.device_files)
     metric = load_task_metric(request.metric) if request.metric is not None else None
     progress("load")
     reports: list[ParityReport] = []
@@ -175,11 +180,15 @@ def check_target(
     if request.target.is_dir():
         bundle = load_bundle(request.target)
         suite = BundleSuite(bundle)
-        names = bundle.signatures if request.signature is None else (request.signature,)
+        known = bundle.signatures
         if request.reference:
-            given = Reference.load(request.reference)
-            checks = [(Truth(given, None), bundle.constant_outputs())]
+            given = references.references_in(request.reference, request.signature)
+            checks = [
+                (Truth(one, None), bundle.constant_outputs(name))
+                for name, one in _by_signature(given, known, request.signature).items()
+            ]
         else:
+            names = known if request.signature is None else (request.signature,)
             checks = [(suite.truth(name), bundle.constant_outputs(name)) for name in names]
         models: Sequence[EdgeModel] = bundle.models
         budgets = {m.recipe: parse_budget(request.budgets, suite.budgets[m.recipe]) for m in models}
@@ -190,17 +199,24 @@ def check_target(
                 "a .tflite alone has nothing to be compared with",
                 do="give --reference: a reference folder or a bundle",
             )
-        checks = [
-            (Truth(found, None), frozenset[str]())
-            for found in references.references_in(request.reference, request.signature)
-        ]
         models = (_edge_model(request.target),)
+        given = references.references_in(request.reference, request.signature)
+        known = tuple(one.name for one in signatures_of(read_tflite(request.target)))
+        checks = [
+            (Truth(one, None), frozenset[str]())
+            for one in _by_signature(given, known, request.signature).values()
+        ]
         budgets = {
             "float32": parse_budget(request.budgets, default_budget("float32")),
         }
         others = frozenset(
             spec.name for one, _ in checks for spec in one.reference.signature.outputs
         )
+    if request.signature is None and on_note is not None and len(known) > len(checks):
+        checked = {one.reference.signature.name for one, _ in checks}
+        left = ", ".join(f"'{name}'" for name in known if name not in checked)
+        text = f"the reference has no samples for the signatures {left}: they are not checked"
+        on_note(Note(code="unchecked-signatures", text=text))
     with log_stream(log_path) as log:
         for device in devices:
             for model in models:
@@ -230,6 +246,29 @@ def check_target(
 
         write_junit(request.junit, merged, suite=request.target.name)
     return merged
+
+
+def _by_signature(
+    found: Sequence[Reference], known: Sequence[str], wanted: str | None
+) -> dict[str, Reference]:
+    """The files' signatures that references are for: by name, but a lone one for the only signature.
+
+    Raises:
+        OptionError: a reference is of a signature that the files do not have.
+    """
+    if len(found) == 1 and (wanted is not None or len(known) == 1):
+        return {wanted or known[0]: found[0]}
+    by_name = {one.signature.name: one for one in found}
+    strange = [f"'{name}'" for name in by_name if name not in known]
+    if known and strange:
+        listed = ", ".join(f"'{name}'" for name in known)
+        raise OptionError(
+            f"the reference is of the signature {', '.join(strange)}, here there is {listed}",
+            do="--signature NAME says which one it is for"
+            if len(found) == 1
+            else "leave it out, or capture it with --signature-name NAME",
+        )
+    return {name: by_name[name] for name in known or by_name if name in by_name}
 
 
 def _edge_model(path: Path) -> EdgeModel:

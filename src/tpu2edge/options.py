@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu2edge.errors import OptionError
+from tpu2edge.errors import DeviceError, OptionError
 from tpu2edge.types import Dim
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = [
     "parse_budget",
     "parse_dynamic",
     "parse_shapes",
+    "ready_devices",
     "thread_count",
 ]
 
@@ -117,6 +118,7 @@ def family_options(
     Raises:
         OptionError: something unknown, or options that do not go together.
         ModelSourceError: the task metric cannot be found.
+        DeviceError: a device is not ready.
     """
     from tpu2edge.family import FamilyOptions
     from tpu2edge.runtime_check.task_metric import load_task_metric
@@ -158,7 +160,7 @@ def family_options(
         max_size=_share("--max-size", max_size),
         max_latency=_share("--max-latency", max_latency),
         time_limit_s=time_limit_s,
-        devices=known_devices(devices, device_files),
+        devices=ready_devices(devices, device_files),
         threads=thread_count(threads),
     )
     bounds = [options.budget_of(name).task for name in options.names]
@@ -232,6 +234,30 @@ def known_devices(names: Sequence[str], files: Sequence[Path] = ()) -> tuple[Pro
         one = load_profile(file)
         found[one.name] = one
     return tuple(found.values()) or (profile_named("host"),)
+
+
+def ready_devices(names: Sequence[str], files: Sequence[Path] = ()) -> tuple[Profile, ...]:
+    """The profiles of :func:`known_devices`, all of which can be started now.
+
+    Raises:
+        OptionError: an unknown name, or a file that is no profile.
+        DeviceError: devices that cannot; the message says what to type.
+    """
+    from tpu2edge.runtime_check.devices.runners import StateKind, install_command, state_of
+
+    found = known_devices(names, files)
+    unready = [(one, state) for one in found if not (state := state_of(one)).ready]
+    if unready:
+        missing = [one for one, state in unready if state.kind is StateKind.MISSING]
+        others = [f"'{one.name}'" for one, state in unready if state.kind is not StateKind.MISSING]
+        ways = [f"run `{install_command(*missing)}`"] if missing else []
+        ways += [f"leave out {', '.join(others)}"] if others else []
+        raise DeviceError(
+            "\n".join(f"device '{one.name}' is not ready: {state.text}" for one, state in unready),
+            do=f"{', and '.join(ways)}; `--device all` takes those that are ready",
+            step="start",
+        )
+    return found
 
 
 def thread_count(count: int | None) -> int | None:

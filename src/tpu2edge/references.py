@@ -24,7 +24,14 @@ from typing import IO, TYPE_CHECKING, Any
 
 from tpu2edge.bundle import load_bundle
 from tpu2edge.children import ending, follow_child
-from tpu2edge.errors import DataError, DeviceError, OptionError, Place, error_from_json
+from tpu2edge.errors import (
+    BundleError,
+    DataError,
+    DeviceError,
+    OptionError,
+    Place,
+    error_from_json,
+)
 from tpu2edge.types import (
     Array,
     Dim,
@@ -491,7 +498,14 @@ def is_rounded(reference: Reference) -> bool:
 
 
 def references_in(path: Path, signature: str | None) -> list[Reference]:
-    """All references of a bundle (that of ``signature``), or the one in a folder of its own."""
+    """All references of a bundle (that of ``signature``), or the one in a folder of its own.
+
+    A folder without a manifest, whose folders are references, stands for those: one a signature.
+
+    Raises:
+        BundleError: there is none, or it is damaged.
+        DataError: two of one signature.
+    """
     from tpu2edge.runtime_check.reference import Reference
 
     inner = path / "reference"
@@ -501,4 +515,22 @@ def references_in(path: Path, signature: str | None) -> list[Reference]:
             return [bundle.reference()]  # the file may call it otherwise
         names = bundle.signatures if signature is None else (signature,)
         return [bundle.reference(signature=name) for name in names]
+    below = sorted(one.parent for one in path.glob("*/manifest.json"))
+    if below and not (path / "manifest.json").exists():
+        found: dict[str, Reference] = {}
+        for folder in below:
+            one = Reference.load(folder)
+            name = one.signature.name
+            if name in found:
+                raise DataError(
+                    f"'{found[name].path}' and '{folder}' are both of the signature '{name}'",
+                    do="keep one; `tpu2edge capture --signature-name` names what it captures",
+                )
+            found[name] = one
+        if signature is not None and signature not in found:
+            raise BundleError(
+                f"'{path}' has no reference of the signature '{signature}'",
+                do=f"it has {sorted(found)}",
+            )
+        return list(found.values()) if signature is None else [found[signature]]
     return [Reference.load(path)]

@@ -141,7 +141,7 @@ class CaptureRequest(Request):
     device: str | None = None
     precision: str | None = None
     compiled: bool = False
-    signature_name: str = "serving_default"
+    signature_name: str | None = None  # of several, the one that is meant
     seed: int = 0
     force: bool = False
 
@@ -168,3 +168,4 @@ class SurveyRequest(Request):
     source: str
     generations: tuple[str, ...] = ()
     precision: str = "default"
+    signature_name: str | None = None  # of several, the one that is meant

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tpu2edge.errors import DeviceError
+from tpu2edge.errors import DeviceError, OptionError
 from tpu2edge.extras import need_modules
 from tpu2edge.requests import SurveyRequest
 from tpu2edge.types import Note, NoteSink, Progress, no_progress
@@ -25,7 +25,7 @@ def survey_source(
 
     Raises:
         DeviceError: libtpu is not installed.
-        OptionError: an unknown generation or precision.
+        OptionError: an unknown generation, precision or signature.
         ConversionError: the model cannot be traced, or lowered to StableHLO.
     """
     from tpu2edge.runtime_check.reference.tpu import libtpu_version, report, topology_named
@@ -45,12 +45,24 @@ def survey_source(
     from tpu2edge.export.program import trace_module, trace_program
     from tpu2edge.export.sources import load_source
     from tpu2edge.export.stablehlo import stablehlo_from_program
+    from tpu2edge.tracing import entry_of, trace_entries
 
     progress("load model")
     loaded = load_source(request.source)
-    loaded.refuse_without_inputs(request.source)
+    entry = None
+    if loaded.signatures is not None:
+        entry = entry_of(loaded, request.signature_name, option="--signature-name")
+    elif request.signature_name is not None:
+        raise OptionError(
+            f"--signature-name is for several signatures, and {loaded.origin} gives one model",
+            do="leave it away",
+        )
+    else:
+        loaded.refuse_without_inputs(request.source)
     progress("trace")
-    if loaded.program is not None:
+    if loaded.signatures is not None and entry is not None:
+        (traced,) = trace_entries({entry: loaded.signatures[entry]}, None, None, ((), ()), True)
+    elif loaded.program is not None:
         traced = trace_program(loaded.program)
     else:
         assert loaded.module is not None

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Entries",
     "checkpoint_owner",
+    "entry_of",
     "is_program",
     "origin_of",
     "trace_entries",
@@ -174,6 +175,34 @@ def origin_of(entries: Entries) -> str:
         kind = type(owner.module() if is_program(owner) else owner)
         names.append(f"{kind.__module__}.{kind.__qualname__}")
     return ", ".join(names)
+
+
+def entry_of(loaded: LoadedSource, name: str | None, *, option: str) -> str:
+    """The one signature that is meant of a source with a mapping of them.
+
+    Args:
+        loaded: a source whose ``signatures`` are not None.
+        name: what the user named; None may stand for the only one.
+        option: where the user names one.
+
+    Raises:
+        OptionError: there is none of that name, or several and none is named.
+    """
+    assert loaded.signatures is not None
+    known = list(loaded.signatures)
+    if name in known:
+        return str(name)
+    if name is None and len(known) == 1:
+        return known[0]
+    listed = ", ".join(known)
+    if name is None:
+        raise OptionError(
+            f"{loaded.origin} gives several signatures, and this takes one at a time: {listed}",
+            do=f"name it: {option} {known[0]}",
+        )
+    raise OptionError(
+        f"{loaded.origin} gives no signature '{name}'", do=f"{option}: one of {listed}"
+    )
 
 
 def checkpoint_owner(loaded: LoadedSource) -> torch.nn.Module:

@@ -53,6 +53,31 @@ def test_an_unknown_device_is_refused_before_anything_is_fetched(
     assert error["what"] == "no device is called 'arm-v7'"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["check", "gone.tflite", "--reference", "gone"],
+        ["export", "gone.py", "-o", "out", "--recipe", "float32"],
+        ["quantize", "gone", "-o", "out", "--recipe", "int8"],
+    ],
+)
+def test_devices_that_are_not_installed_are_told_with_what_to_type_before_any_work(
+    command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The files do not exist: whatever were done first would be told first."""
+    file = tmp_path / "till 2.toml"
+    file.write_text('name = "till"\ndescription = "x"\nrunner = "qemu"\ncore = "cortex-a72"\n')
+    options = ["--device", "host,arm-v8.0", "--device-file", str(file), "--json"]
+    assert run([*command, *options]) == 4
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert [line.split(":")[0] for line in error["what"].splitlines()] == [
+        "device 'arm-v8.0' is not ready",
+        "device 'till' is not ready",
+    ]
+    typed = f"run `tpu2edge devices install arm-v8.0 till --device-file '{file}'`"
+    assert error["do"] == f"{typed}; `--device all` takes those that are ready"
+
+
 def figures(**more: object) -> dict[str, object]:
     return {
         "recipe": "float32",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tpu2edge.errors import OptionError
-from tpu2edge.options import known_devices, parse_dynamic, parse_shapes
+from tpu2edge.errors import DeviceError, OptionError
+from tpu2edge.options import known_devices, parse_dynamic, parse_shapes, ready_devices
 from tpu2edge.runtime_check.devices.runners import state_of
 
 
@@ -56,6 +56,21 @@ def test_all_devices_are_those_that_are_ready(
     assert {"host", "reference", "slow-phone"} <= names
     assert "arm-v8.0" not in names
     assert all(state_of(one).ready for one in found)
+
+
+def test_a_device_that_can_never_be_used_here_is_to_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no adb there
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert [one.name for one in ready_devices(["host,reference"])] == ["host", "reference"]
+    with pytest.raises(DeviceError, match="device 'adb' is not ready: adb is not on the") as error:
+        ready_devices(["host,adb"])
+    assert error.value.do == "leave out 'adb'; `--device all` takes those that are ready"
+    assert error.value.exit_code == 4
+    with pytest.raises(DeviceError) as error:
+        ready_devices(["arm-v8.0,adb"])
+    assert error.value.do.startswith("run `tpu2edge devices install arm-v8.0`, and leave out 'adb'")
 
 
 def test_an_unknown_device_is_refused_with_those_that_are_known() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import torch
 from torch import nn
 
 import tpu2edge
+from tpu2edge.capturing import capture_source
 from tpu2edge.checking import check_target
 from tpu2edge.errors import BundleError, DataError, ModelSourceError, OptionError
 from tpu2edge.flatbuffer import read_tflite, signatures_of
 from tpu2edge.pipeline import export_source
-from tpu2edge.requests import CheckRequest, ExportRequest
+from tpu2edge.requests import CaptureRequest, CheckRequest, ExportRequest, SurveyRequest
 from tpu2edge.runtime_check.devices.client import Session
+from tpu2edge.runtime_check.reference.tpu import libtpu_version
+from tpu2edge.surveying import survey_source
 
 WIDTH = 300  # so that the weights (352 kB each) outweigh all else in the file
 
@@ -159,6 +164,125 @@ def test_check_runs_all_signatures_or_the_one_that_is_asked_for(
         check_target(CheckRequest(target=coder.path, signature="up"))
     with pytest.raises(OptionError, match="no output"):
         check_target(CheckRequest(target=coder.path, budgets=("z:sqnr>=60dB",)))
+
+
+@pytest.fixture(scope="module")
+def captured(folder: Path) -> Path:
+    """A folder with a reference of each of the three signatures, called otherwise than those."""
+    for number, name in enumerate(("encode", "decode", "both")):
+        request = CaptureRequest(
+            source=str(folder / "coder.py"),
+            output=folder / "captured" / f"ref{number}",
+            signature_name=name,
+            num_samples=2,
+        )
+        assert capture_source(request).signature.name == name
+    return folder / "captured"
+
+
+def test_captured_signatures_hold_an_export_and_a_check(
+    coder: tpu2edge.Bundle, captured: Path, folder: Path
+) -> None:
+    report = check_target(CheckRequest(target=coder.path, reference=captured))
+    assert str(report.verdict) == "PASS"
+    assert len(report.cases) == 9
+    assert {case.metrics.samples for case in report.cases if case.metrics} == {2}
+    one = check_target(CheckRequest(target=coder.path, reference=captured, signature="decode"))
+    assert {case.signature for case in one.cases} == {"decode"}
+    made = export_source(request(folder, "held", recipes=("float32",), reference=str(captured)))
+    assert str(made.verdict) == "PASS"
+    assert [case.signature for case in made.report.cases if case.model == "reference"] == [
+        "encode",
+        "decode",
+        "both",
+    ]
+
+
+@pytest.mark.parametrize("target", ["bundle", "file"])
+def test_a_reference_of_one_signature_checks_that_one_and_says_what_is_left(
+    coder: tpu2edge.Bundle, captured: Path, target: str
+) -> None:
+    path = coder.path if target == "bundle" else coder.model().path
+    notes: list[str] = []
+    report = check_target(
+        CheckRequest(target=path, reference=captured / "ref1"),
+        on_note=lambda note: notes.append(note.text),
+    )
+    assert {(case.signature, case.output) for case in report.cases} == {("decode", "y")}
+    assert str(report.verdict) == "PASS"
+    (said,) = notes
+    assert said == (
+        "the reference has no samples for the signatures 'encode', 'both': they are not checked"
+    )
+    notes.clear()
+    asked = CheckRequest(target=path, reference=captured / "ref1", signature="decode")
+    check_target(asked, on_note=lambda note: notes.append(note.text))
+    assert notes == []
+
+
+def test_a_bundle_is_a_reference_of_all_its_signatures(coder: tpu2edge.Bundle) -> None:
+    for path in (coder.path, coder.model().path):
+        report = check_target(CheckRequest(target=path, reference=coder.path))
+        assert {case.signature for case in report.cases} == {"encode", "decode", "both"}
+
+
+def test_references_that_fit_no_signature_are_refused_by_name(
+    coder: tpu2edge.Bundle, shaped: tpu2edge.Bundle, captured: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match="is of the signature 'serving_default'") as error:
+        check_target(
+            CheckRequest(target=coder.path, reference=shaped.path / "reference"),
+        )
+    assert "here there is 'encode', 'decode', 'both'" in error.value.what
+    assert "--signature NAME" in error.value.do
+    shutil.copytree(captured, tmp_path / "twice")
+    shutil.copytree(captured / "ref1", tmp_path / "twice" / "again")
+    with pytest.raises(DataError, match="are both of the signature 'decode'"):
+        check_target(CheckRequest(target=coder.path, reference=tmp_path / "twice"))
+    shutil.rmtree(tmp_path / "twice" / "again")
+    with pytest.raises(BundleError, match="has no reference of the signature 'up'"):
+        check_target(CheckRequest(target=coder.path, reference=tmp_path / "twice", signature="up"))
+
+
+def test_of_several_signatures_one_is_captured_and_has_to_be_named(
+    folder: Path, tmp_path: Path
+) -> None:
+    asked = CaptureRequest(source=str(folder / "coder.py"), output=tmp_path / "ref")
+    with pytest.raises(OptionError, match="several signatures") as error:
+        capture_source(asked)
+    assert "encode, decode, both" in error.value.what
+    assert error.value.do == "name it: --signature-name encode"
+    with pytest.raises(OptionError, match="gives no signature 'up'") as error:
+        capture_source(replace(asked, signature_name="up"))
+    assert error.value.do == "--signature-name: one of encode, decode, both"
+    assert not (tmp_path / "ref").exists()
+
+
+def test_of_several_signatures_one_is_surveyed_and_has_to_be_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked before the TPU's compiler is: it need not be there."""
+    monkeypatch.setattr("tpu2edge.runtime_check.reference.tpu.libtpu_version", lambda: "0.0.52")
+    asked = SurveyRequest(source=str(folder / "coder.py"), generations=("v5e",))
+    with pytest.raises(OptionError, match="several signatures, and this takes one") as error:
+        survey_source(asked)
+    assert error.value.do == "name it: --signature-name encode"
+    with pytest.raises(OptionError, match="gives no signature 'up'"):
+        survey_source(replace(asked, signature_name="up"))
+    alone = replace(asked, source=f"{folder / 'coder.py'}:net", signature_name="up")
+    with pytest.raises(OptionError, match="gives one model"):
+        survey_source(alone)
+
+
+def test_a_signature_is_surveyed(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    if libtpu_version() is None:
+        pytest.skip("needs the TPU compiler: pip install 'tpu2edge[tpu]'")
+    monkeypatch.setenv("TPU2EDGE_CACHE", str(tmp_path))
+    asked = SurveyRequest(
+        source=str(folder / "coder.py"), generations=("v5e",), signature_name="decode"
+    )
+    (found,) = survey_source(asked)["topologies"]
+    assert sorted(name for names in found["modules"].values() for name in names) == ["down", "mid"]
 
 
 def test_layers_are_called_as_in_the_module_of_the_method(coder: tpu2edge.Bundle) -> None:

@@ -232,3 +232,20 @@ def test_a_nan_has_no_margin():
     (bound,) = Budget.parse("sqnr>=20dB").floats
     metrics = replace(metrics_of(np.ones(2), np.ones(2)), sqnr_db_worst=math.nan)
     assert bound.margin_db(metrics) == -math.inf
+
+
+def test_a_relaxed_budget_adds_to_the_noise_and_not_to_what_is_needed() -> None:
+    budget = Budget.parse(
+        "sqnr>=40dB,range_error<=0.01,max_abs<=1,mismatch<=0.1,top1>=0.99", "z:sqnr>=20dB"
+    )
+    assert budget.relaxed(0.0, "nothing") == budget
+    relaxed = budget.relaxed(0.02, "phone", {"x": 0.01, "y": 0.0, "z": 0.1})
+    # 20 log10(1 / 0.02) = 33.979, told as 33.97: never more than the noise allows.
+    rest = "range_error<=0.03,max_abs<=1,mismatch<=0.12,top1>=0.99"
+    assert relaxed.describe("x", is_float=True) == f"sqnr>=33.97dB,{rest}"
+    assert relaxed.describe("y", is_float=True) == f"sqnr>=40dB,{rest}"
+    assert relaxed.describe("z", is_float=True) == "sqnr>=13.97dB"
+    # Not measured: the share of the range stands in. 20 log10(1 / 0.03) = 30.458.
+    assert relaxed.describe("other", is_float=True) == f"sqnr>=30.45dB,{rest}"
+    assert relaxed.describe("other", is_float=False) == "max_abs<=1,mismatch<=0.12,top1>=0.99"
+    assert relaxed.source == "given; phone"

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 
 from tpu2edge.errors import DeviceError, OptionError, UnwrittenError
+from tpu2edge.runtime_check.budget import default_budget
 from tpu2edge.runtime_check.devices import gpu, install, runners
 from tpu2edge.runtime_check.devices.checks import check_device
 from tpu2edge.runtime_check.devices.client import Coverage, Session
 from tpu2edge.runtime_check.devices.profiles import profile_named
 from tpu2edge.runtime_check.devices.runners import StateKind
+from tpu2edge.runtime_check.parity import check_model
+from tpu2edge.runtime_check.reference import Reference, ReferenceWriter
+from tpu2edge.types import EdgeModel, Sample
 
 needs_apt = pytest.mark.skipif(
     shutil.which("apt-get") is None and gpu._own_driver() is None,
@@ -72,6 +76,29 @@ def test_an_output_that_the_gpu_leaves_unwritten_is_an_error_of_that_output(
         pytest.raises(UnwrittenError, match="left 16 of 16 elements of output 'plain'"),
     ):
         list(session.run("serving_default", [sample]))
+
+
+@needs_apt
+def test_what_only_the_gpu_cannot_do_is_told_as_the_accelerators_limit(
+    installed, small_tflite, tmp_path
+):
+    path = small_tflite.with_name("scaled_output.float32.tflite")
+    sample = {"x": np.random.default_rng(0).standard_normal((1, 16)).astype("float32")}
+    with Session(path) as host:
+        (signature,) = host.signatures
+        (outputs,) = host.run("serving_default", [sample])
+    with ReferenceWriter(
+        tmp_path / "reference", signature, provider="eager", precision="f32", data={"kind": "given"}
+    ) as writer:
+        writer.add(Sample(id="s0", inputs=sample), outputs)
+    model = EdgeModel(path=path, signatures=(), recipe="float32", sha256="", size_bytes=1)
+    reference = Reference.load(tmp_path / "reference")
+    report = check_model(model, reference, default_budget("float32"), profile=F32)
+    for case in report.cases:
+        text = case.reasons[0].text
+        assert "left 16 of 16 elements of output 'plain'" in text
+        assert "the same file runs on this machine: LiteRT's GPU accelerator cannot run it" in text
+        assert text.endswith("else run this file on the CPU there")
 
 
 @needs_apt

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,8 +62,6 @@ def test_other_kernels_give_other_float_numbers_and_the_same_level_the_same(
 
 @needs_faulting
 def test_an_unknown_level_ends_the_worker_with_a_word(small_tflite) -> None:
-    from dataclasses import replace
-
     launch = launch_of(profile_named("laptop-avx2"))
     launch = replace(launch, env={**launch.env, "TPU2EDGE_ISA": "mmx"})
     with pytest.raises(DeviceCrashError, match="exit status 97") as error:
@@ -77,6 +76,15 @@ def test_a_level_that_the_cpu_itself_lacks_is_impossible(monkeypatch) -> None:
     assert state.kind is StateKind.IMPOSSIBLE
     assert "this CPU itself has no avx512bw, avx512dq, avx512vl" in state.text
     assert state_of(profile_named("laptop-avx2")).ready
+
+
+def test_where_qemu_stands_in_a_memory_limit_is_refused_since_nothing_would_hold_it(
+    monkeypatch,
+) -> None:
+    monkeypatch.setattr(isa, "can_fault_on_cpuid", lambda: False)
+    state = state_of(replace(profile_named("laptop-avx2"), memory_mb=256))
+    assert state.kind is StateKind.IMPOSSIBLE
+    assert "QEMU cannot hold an x86-64 process to memory_mb" in state.text
 
 
 @pytest.mark.slow

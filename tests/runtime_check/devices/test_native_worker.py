@@ -6,6 +6,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from tpu2edge.errors import (
     UnwrittenError,
 )
 from tpu2edge.runtime_check.devices.client import Session, Tap
+from tpu2edge.runtime_check.devices.host import host_command
 from tpu2edge.runtime_check.devices.profiles import profile_named
 from tpu2edge.runtime_check.devices.runners import launch_of
 
@@ -62,13 +64,15 @@ def test_the_binaries_that_ship_were_made_from_the_sources_beside_them(source: s
 @pytest.mark.parametrize("level", ["host", "avx2", "sse41"])
 @pytest.mark.parametrize("name", FILES)
 def test_outputs_are_the_interpreters_bit_for_bit_on_the_same_cpu(
-    native_worker, name: str, level: str
+    native_worker, ready, name: str, level: str
 ) -> None:
-    path, env, launch = DATA / name, {}, None
+    path, launch, native = DATA / name, None, native_worker()
     if level != "host":
-        launch = launch_of(profile_named(f"laptop-{level}"))
-        env = {key: value for key, value in launch.env.items() if key != "LD_LIBRARY_PATH"}
-    with Session(path, launch=launch) as python, Session(path, launch=native_worker(**env)) as c:
+        launch = launch_of(ready(f"laptop-{level}"))
+        # Whatever makes this CPU that level makes it so for both: a preloaded library, or QEMU.
+        under = launch.command[: len(launch.command) - len(host_command())]
+        native = replace(native, command=(*under, *native.command), env=launch.env)
+    with Session(path, launch=launch) as python, Session(path, launch=native) as c:
 
         def described(session: Session) -> list[tuple[str, list[str], list[str]]]:
             return [
@@ -165,8 +169,6 @@ def test_an_empty_tensor_is_refused_by_the_c_worker_in_words(native_worker, type
 
 
 def compiled_host():
-    from dataclasses import replace
-
     launch = launch_of(profile_named("host"))
     return replace(launch, load={**launch.load, "runtime": "compiled"})
 
@@ -292,8 +294,6 @@ def test_an_output_that_is_left_as_it_was_is_an_error(
 def test_the_python_worker_finds_unwritten_outputs_of_a_compiled_model_too(
     small_tflite, small_samples
 ) -> None:
-    from dataclasses import replace
-
     host = compiled_host()
     script = (
         f"source = open({host.command[-1]!r}).read()\n"
