@@ -20,7 +20,8 @@ import numpy as np
 
 from tpu2edge.flatbuffer import read_tflite, signatures_of
 from tpu2edge.quantize.apply import Quantizer, Ranges
-from tpu2edge.quantize.recipes import Recipe
+from tpu2edge.quantize.moments import Moments
+from tpu2edge.quantize.recipes import Recipe, recipe
 from tpu2edge.quantize.search import Candidate, Evaluation, SearchResult, pareto, search
 from tpu2edge.quantize.sensitivity import FLOAT, rules_of, units_of
 from tpu2edge.runtime_check.devices.client import Session
@@ -161,14 +162,22 @@ def show(name: str, found: SearchResult) -> None:
         print(f"   {o.op} {o.tensors[0][:60]} {o.level} {o.sqnr_db:.1f} dB, {o.share:.0%}")
 
 
-def calibrated(source: Path, evaluator: SqnrEvaluator) -> dict[str, Ranges]:
-    """Ranges by each estimator, of all samples that are not held out."""
+def calibrated(
+    source: Path, evaluator: SqnrEvaluator, *, static: bool
+) -> tuple[dict[str, Ranges], Moments]:
+    """Ranges by each estimator if ``static``, and moments, of all samples that are not held out."""
     from tpu2edge.quantize.calibrate import calibrate
 
     estimators = ("minmax", "moving-average", "mse")
     (signature,) = signatures_of(read_tflite(source))
-    found = calibrate(source, {signature.name: evaluator.calibration}, estimators=estimators)
-    return {estimator: found.ranges(estimator) for estimator in estimators}
+    found = calibrate(
+        source,
+        {signature.name: evaluator.calibration},
+        estimators=estimators if static else ("minmax",),
+        recipes=[recipe("int8-oscar"), recipe("int4-gptq")],
+    )
+    ranges = {estimator: found.ranges(estimator) for estimator in estimators} if static else {}
+    return ranges, found.moments
 
 
 def one_by_one(source: Path, evaluator: SqnrEvaluator) -> tuple[int, float]:
@@ -200,6 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--largest", type=float, default=None)
     parser.add_argument("--time-limit", type=float, default=None)
     parser.add_argument("--static", action="store_true", help="static recipes too")
+    parser.add_argument("--no-moments", dest="moments", action="store_false")
     parser.add_argument("--levels", nargs="+", help="names of LEVELS to choose from")
     parser.add_argument("--worst-sample", action="store_true")
     parser.add_argument("--compare", action="store_true")
@@ -217,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             tempfile.TemporaryDirectory() as folder,
         ):
             with Quantizer(source, remember=True) as quantizer:
-                ranges = calibrated(source, evaluator) if options.static else {}
+                ranges, moments = calibrated(source, evaluator, static=options.static)
                 found = search(
                     source,
                     Path(folder) / "best.tflite",
@@ -225,6 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     evaluator=evaluator,
                     optimize=options.optimize,
                     ranges=ranges,
+                    moments=moments if options.moments else None,
                     levels=options.levels,
                     slowest=options.slowest,
                     largest=options.largest,

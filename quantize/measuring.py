@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from tpu2edge.errors import BundleError, OptionError
 from tpu2edge.files import sha256_of, write_atomically
 from tpu2edge.quantize.apply import Ranges
+from tpu2edge.quantize.moments import Moments
 from tpu2edge.quantize.recipes import Recipe
 
 __all__ = [
@@ -65,8 +66,18 @@ class Evaluator(Protocol):
 class QuantizerLike(Protocol):
     """What makes files of recipes: a Quantizer, best one that remembers."""
 
-    def quantize(self, target: Path, recipe: Recipe, ranges: Ranges | None = None) -> Any:
-        """Write to ``target`` what ``recipe`` makes of the float file."""
+    def quantize(
+        self,
+        target: Path,
+        recipe: Recipe,
+        ranges: Ranges | None = None,
+        *,
+        moments: Moments | None = None,
+    ) -> Any:
+        """Write to ``target`` what ``recipe`` makes of the float file.
+
+        What it returns has a ``recipe`` whose rules give the file byte for byte; None: that one.
+        """
         ...
 
 
@@ -160,6 +171,7 @@ class Bench:
         folder: for the files, which are gone with it.
         quantizer: makes them.
         ranges: of activations, by estimator.
+        moments: of what layers read.
         memo: what is known, and where it is kept.
         time_limit_s: after this nothing new is measured but on held-out samples.
         max_evaluations: the same, counted.
@@ -172,6 +184,7 @@ class Bench:
         *,
         quantizer: QuantizerLike,
         ranges: Mapping[str, Ranges],
+        moments: Moments | None = None,
         memo: Memo,
         time_limit_s: float | None = None,
         max_evaluations: int | None = None,
@@ -179,10 +192,12 @@ class Bench:
         self.source = source
         self.place = folder / "candidate.tflite"
         self.ranges = ranges
+        self.moments = moments
         self.memo = memo
         self.measured_now = 0
         self.unlimited = False
         self._quantizer = quantizer
+        self.made_by = Recipe(name="float32", rules=())  # what makes the file in the place, exactly
         self._built = ""  # what lies in the place
         self._started = time.monotonic()
         self._deadline = None if time_limit_s is None else self._started + time_limit_s
@@ -195,7 +210,7 @@ class Bench:
 
     def key(self, what: Recipe, ranges: str | None, kind: str) -> str:
         """What one kind of measurement of one file is called."""
-        text = json.dumps([what.to_json(), ranges if what.needs_calibration else None])
+        text = json.dumps([what.to_json(), ranges if what.needs_ranges else None])
         return f"{kind} {hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
     def build(self, what: Recipe, ranges: str | None) -> Path:
@@ -205,9 +220,9 @@ class Bench:
             return self.place
         self._built = ""
         if what.rules:
-            known = self.ranges[ranges] if ranges is not None and what.needs_calibration else None
-            self._quantizer.quantize(self.place, what, known)
+            self.made_by = self._quantize(self.place, what, ranges)
         else:
+            self.made_by = what
             shutil.copyfile(self.source, self.place)
         self._built = key
         return self.place
@@ -215,8 +230,15 @@ class Bench:
     def beside(self, name: str, what: Recipe) -> Path:
         """A file of that name that stays as long as the folder."""
         target = self.place.with_name(name)
-        self._quantizer.quantize(target, what)
+        self._quantize(target, what, None)
         return target
+
+    def _quantize(self, target: Path, what: Recipe, ranges: str | None) -> Recipe:
+        known = self.ranges[ranges] if ranges is not None and what.needs_ranges else None
+        applied = self._quantizer.quantize(
+            target, what, known, moments=self.moments if what.needs_moments else None
+        )
+        return applied.recipe if applied is not None else what
 
     def measure(
         self,

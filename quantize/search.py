@@ -41,6 +41,7 @@ from tpu2edge.quantize.measuring import (
     TimeIsOut,
     scratch_place,
 )
+from tpu2edge.quantize.moments import Moments
 from tpu2edge.quantize.recipes import Recipe, recipe
 from tpu2edge.quantize.sensitivity import (
     FLOAT,
@@ -110,6 +111,7 @@ class SearchResult:
 
     met: bool
     best: Candidate
+    recipe: Recipe  # of the best file byte for byte, with what the quantizer did instead where it had to
     sha256: str
     rows: tuple[Candidate, ...]  # all that were measured in full, the smallest first
     #: The noisiest units of ``best``; if not met: what must get quieter. None if float32 itself misses.
@@ -147,6 +149,7 @@ def search(
     quantizer: QuantizerLike,
     evaluator: Evaluator,
     ranges: Mapping[str, Ranges] | None = None,
+    moments: Moments | None = None,
     levels: Iterable[str] | None = None,
     optimize: Goal = "size",
     slowest: float | None = None,
@@ -168,6 +171,7 @@ def search(
         quantizer: makes the files; it holds ``source``.
         evaluator: measures them.
         ranges: ranges of activations by estimator; static levels are left out without them.
+        moments: of what linear layers read; levels of GPTQ and OSCAR are left out without them.
         levels: names of LEVELS to choose from, and no other for what can have one of them; all that
             can be had if None.
         optimize: the fewest bytes, or the shortest run.
@@ -191,13 +195,15 @@ def search(
         unknown = [level for level in levels if level not in LEVELS]
         if unknown:
             raise OptionError(f"unknown level '{unknown[0]}'", do=f"known: {', '.join(LEVELS)}")
-        static = [level for level in levels if LEVELS[level].activations]
-        if static and not ranges:
-            raise QuantizationError(
-                f"level '{static[0]}' needs calibration: the ranges of the activations",
-                do="give calibration data, or choose other levels",
-                step="quantize",
-            )
+        for level in levels:
+            lacks = LEVELS[level].activations and not ranges and "the ranges of the activations"
+            lacks = lacks or (LEVELS[level].moments and not moments and "moments of them")
+            if lacks:
+                raise QuantizationError(
+                    f"level '{level}' needs calibration: {lacks}",
+                    do="give calibration data, or choose other levels",
+                    step="quantize",
+                )
     if optimize not in ("size", "latency"):
         raise OptionError(f"cannot optimize '{optimize}'", do="known: size, latency")
     with tempfile.TemporaryDirectory(
@@ -211,6 +217,7 @@ def search(
                 Path(folder),
                 quantizer=quantizer,
                 ranges=dict(ranges or {}),
+                moments=moments,
                 memo=Memo(checkpoint, source, fingerprint),
                 time_limit_s=time_limit_s,
                 max_evaluations=max_evaluations,
@@ -229,6 +236,7 @@ def search(
 _WHOLE = {
     "float16": "float16",
     "int8-dynamic": "dynamic_wi8_afp32",
+    "int8-dynamic-oscar": "dynamic_wi8_afp32-oscar",
     "int8-weights": "default_af32w8float",
     "int8-dynamic-hadamard": "dynamic_wi8c_hr_afp32",
     "int4-dynamic": "int4",
@@ -241,6 +249,7 @@ _STATIC_PARTS = 64  # each costs a run; more than that are not tried unless stat
 # Levels that these recipes give to what cannot have theirs.
 _INSTEAD = {
     "int4-dynamic": ("int8-dynamic",),
+    "int8-dynamic-oscar": ("int8-dynamic",),
 }
 
 # Share of the allowed noise from which on a guessed noise is not good enough.
@@ -257,6 +266,7 @@ _QUICK_MACS = 20_000_000  # models below are so quick that probes take all sampl
 _SPLICED = 8 << 20  # files below are made as quickly as they are patched
 
 _TIE = 0.003
+_HURRY = 3.0  # float files' bytes that all of its time is worth at most
 _FITS = 10  # rounds of steps 3 and 4
 _PATIENCE = 3  # exchanges in a row that gain nothing before step 5 ends
 _SMALL = 12  # up to so many units, exchanges are cheap and few: more are tried
@@ -281,13 +291,23 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.file = read_tflite(self.source)
-        self.units = units_of(self.file, self.levels)
+        known = self.bench.moments
+        self.algorithms = [
+            algorithm
+            for algorithm, found in (
+                ("GPTQ", known.hessians if known else ()),
+                ("OSCAR", known.squares if known else ()),
+            )
+            if found
+        ]
+        self.units = units_of(self.file, self.levels, moments=self.algorithms)
         self.macs = sum(unit.macs for unit in self.units) or 1
         self.model = NoiseModel(self.units)
         self.rows: dict[str, Candidate] = {}
         self.assignments: dict[str, Assignment] = {}
         self.best: Candidate | None = None
         self.on_disk = ""
+        self.published = Recipe(name=FLOAT, rules=())  # makes what is there, byte for byte
         self.floor = 0.0
         self.kept_size = self.source.stat().st_size
         probe = getattr(self.evaluator, "probe", None)
@@ -343,7 +363,7 @@ class _Search:
             counts[level] = counts.get(level, 0) + 1
         row = Candidate(
             recipe=what,
-            ranges=ranges if what.needs_calibration else None,
+            ranges=ranges if what.needs_ranges else None,
             evaluation=evaluation,
             levels=counts,
         )
@@ -368,11 +388,12 @@ class _Search:
         if key == self.on_disk:
             return
         self.bench.build(row.recipe, row.ranges)
+        self.published = self.bench.made_by
         with temporary_beside(self.target) as temporary:
             shutil.copyfile(self.bench.place, temporary)
             temporary.replace(self.target)
         write_atomically(
-            self.target.with_suffix(".recipe.json"), canonical_json(row.recipe.to_json())
+            self.target.with_suffix(".recipe.json"), canonical_json(self.published.to_json())
         )
         self.on_disk = key
 
@@ -389,8 +410,7 @@ class _Search:
         if assignment is None:
             whole = next((one for one, name in _STATIC.items() if name == row.recipe.name), FLOAT)
             return LEVELS[whole].time
-        times = [self._time(index, level) for index, level in enumerate(assignment)]
-        return math.fsum(times) / math.fsum(unit.macs / self.macs for unit in self.units)
+        return self._total_time(assignment) * self.macs / sum(unit.macs for unit in self.units)
 
     def _allows(self, row: Candidate) -> bool:
         """Whether it is as small and as fast as was asked for, and has the levels."""
@@ -436,7 +456,7 @@ class _Search:
             return
         assignment = tuple(level if index == unit else FLOAT for index in range(len(self.units)))
         alone = Recipe(name="auto", rules=rules_of(self.units, assignment))
-        ranges = self.estimator if alone.needs_calibration else None
+        ranges = self.estimator if alone.needs_ranges else None
         if not quick:
             self.fully.add((unit, level))
         run, kind = self.probe, "probe"
@@ -759,7 +779,7 @@ class _Search:
 
     def _mix(self, assignment: Assignment) -> Candidate:
         mix = Recipe(name="auto", rules=rules_of(self.units, assignment))
-        return self._full(mix, self.estimator if mix.needs_calibration else None, assignment)
+        return self._full(mix, self.estimator if mix.needs_ranges else None, assignment)
 
     def _fit(self) -> None:
         """Steps 3 and 4."""
@@ -814,12 +834,26 @@ class _Search:
                 self._probe(index, level, quick=False)
 
     def _hurry_up(self, assignment: Assignment) -> bool:
-        """Whether time is worth more from now on, since this assignment is too slow."""
+        """Whether time is worth more from now on, since this assignment is too slow.
+
+        So much more that the cheapest assignment is fast enough, by what this one took.
+        """
         row = self._mix(assignment)
-        if self._fast_enough(row) or self.hurry > 1.0:
+        if self._fast_enough(row) or self.hurry > _HURRY:
             return False
-        self.hurry *= 4.0
+        assert self.slowest is not None
+        took = row.evaluation.latency_ms / self.float_ms
+        slower = max(1.0, took / self._total_time(assignment))
+        allowed = self._allowed() / self.scale
+        while self.hurry <= _HURRY:
+            self.hurry *= 1.5
+            quicker = self._cheapest(allowed)
+            if quicker is None or self._total_time(quicker) * slower <= self.slowest:
+                break
         return True
+
+    def _total_time(self, assignment: Assignment) -> float:
+        return math.fsum(self._time(index, level) for index, level in enumerate(assignment))
 
     def _exchange(self) -> None:
         """Step 5."""
@@ -938,7 +972,10 @@ class _Search:
         """Step 6: static levels for the units, and units for the ops between them."""
         self.opened = True
         between = between_of(self.file, self.statics)
-        self.units = units_of(self.file, self.levels, calibrated=True) + between
+        self.units = (
+            *units_of(self.file, self.levels, calibrated=True, moments=self.algorithms),
+            *between,
+        )
         self.model.units = self.units
         self.producers = producers_of(self.file, self.units)
         floats = (FLOAT,) * len(between)
@@ -1011,6 +1048,7 @@ class _Search:
         return SearchResult(
             met=met,
             best=best,
+            recipe=self.published,
             sha256=sha256_of(self.target),
             rows=tuple(sorted(self.rows.values(), key=_figures)),
             obstacles=self._obstacles(self.assignments.get(key), met)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -72,6 +72,7 @@ class Level:
     rotates: bool = False  # ops are added, and a matrix that others of the same width share
     block: int = 0
     activations: int = 0  # bits of activations whose ranges are known beforehand; 0: not static
+    moments: str = ""  # the algorithm, if it needs moments of what layers read (moments.py)
     like: str = ""
     slow: Mapping[str, float] = field(default_factory=dict, compare=False)
 
@@ -85,6 +86,7 @@ def _keep(regex: str) -> Rule:
 
 
 _ALL = "BATCH_MATMUL CONV_2D CONV_2D_TRANSPOSE DEPTHWISE_CONV_2D EMBEDDING_LOOKUP FULLY_CONNECTED"
+_LINEAR = "FULLY_CONNECTED"
 _HADAMARD = "DECOMPOSED_HADAMARD_ROTATION"
 
 # Levels of rows that are looked up, where all else is at a static one.
@@ -150,6 +152,16 @@ LEVELS: Mapping[str, Level] = {
             rotates=True,
         ),
         Level(
+            name="int8-dynamic-oscar",
+            about="int8 weights scaled by what they read, activations quantized at run time",
+            rule=lambda regex: dynamic(8, regex=regex, operation=_LINEAR, algorithm="OSCAR"),
+            bits=8,
+            operations=frozenset({_LINEAR}),
+            noise=1.4,
+            time=0.32,
+            moments="OSCAR",
+        ),
+        Level(
             name="float16",
             about="float16 weights, computed in float32",
             rule=lambda regex: float16(regex=regex),
@@ -203,6 +215,44 @@ LEVELS: Mapping[str, Level] = {
             time=0.5,
             block=32,
             like="int4-dynamic",
+        ),
+        Level(
+            name="int4-dynamic-gptq",
+            about="int4 weights rounded by what they read, activations quantized at run time",
+            rule=lambda regex: dynamic(4, regex=regex, operation=_LINEAR, algorithm="GPTQ"),
+            bits=4,
+            operations=frozenset({_LINEAR}),
+            noise=220.0,
+            time=0.3,
+            moments="GPTQ",
+            like="int4-dynamic",
+        ),
+        Level(
+            name="int4-weights-gptq",
+            about="int4 weights with zero points, rounded by what they read, computed in float32",
+            rule=lambda regex: weight_only(
+                4, regex=regex, operation=_LINEAR, symmetric=False, algorithm="GPTQ"
+            ),
+            bits=4,
+            operations=frozenset({_LINEAR}),
+            noise=110.0,
+            time=3.0,
+            dequantizes=True,
+            moments="GPTQ",
+            like="int8-weights",
+        ),
+        Level(
+            name="int4-dynamic-b32-gptq",
+            about="int4 weights in blocks of 32, rounded by what they read, activations as above",
+            rule=lambda regex: dynamic(
+                4, regex=regex, operation=_LINEAR, block=32, algorithm="GPTQ"
+            ),
+            bits=4.5,
+            operations=frozenset({_LINEAR}),
+            noise=90.0,
+            time=0.5,
+            block=32,
+            moments="GPTQ",
         ),
         Level(
             name="int4-dynamic-b128",
@@ -287,7 +337,11 @@ class Unit:
 
 
 def units_of(
-    file: TfliteFile, levels: Iterable[str] | None = None, *, calibrated: bool = False
+    file: TfliteFile,
+    levels: Iterable[str] | None = None,
+    *,
+    calibrated: bool = False,
+    moments: Collection[str] = (),
 ) -> tuple[Unit, ...]:
     """The units of a float file that have weights, in its order.
 
@@ -295,12 +349,15 @@ def units_of(
         file: the float file.
         levels: which levels to offer besides float32; all if None.
         calibrated: offer the static levels, too.
+        moments: offer the levels of these algorithms, too.
     """
     wanted = set(LEVELS if levels is None else levels)
     offered = [
         level
         for level in LEVELS.values()
-        if level.name in wanted and (calibrated or not level.activations)
+        if level.name in wanted
+        and (calibrated or not level.activations)
+        and (not level.moments or level.moments in moments)
     ]
     inner = _inner(file)
     groups: dict[int, list[OpScope]] = {}
@@ -430,6 +487,8 @@ def expected_bytes(unit: Unit, level: str) -> int:
     scales = 0 if level == "float16" or known.block else 12 * unit.channels
     ops = (known.dequantizes + 5 * known.rotates) * len(unit.scopes)
     added = (220 + len(unit.tensors[0])) * ops
+    if known.moments == "OSCAR":  # a MUL by a vector as wide as the layer
+        added += 4 * unit.elements // unit.channels + 300 * len(unit.scopes)
     return round(stored + scales + added + 40 - 4 * unit.elements)
 
 

@@ -21,6 +21,7 @@ from tpu2edge.types import Note
 
 if TYPE_CHECKING:
     from tpu2edge.quantize.apply import Ranges
+    from tpu2edge.quantize.moments import Moments
     from tpu2edge.quantize.search import Candidate, Evaluation, SearchResult
     from tpu2edge.runtime_check.scoring import Score, Scorer
 
@@ -64,7 +65,7 @@ def search_auto(family: Family, target: Path) -> dict[str, Any]:
     references = [truth.reference for truth in truths]
     picks = [search_picks(len(reference)) for reference in references]
     others = [held_out_picks(len(reference)) for reference in references]
-    ranges = _ranges(family)
+    ranges, moments = _statistics(family)
     measured = family.folder / CALIBRATION
     text = json.dumps(
         [
@@ -113,6 +114,7 @@ def search_auto(family: Family, target: Path) -> dict[str, Any]:
             quantizer=_KeepFloat(quantizer, family) if options.keep_float else quantizer,
             evaluator=_Evaluator(*scorers),
             ranges=ranges,
+            moments=moments,
             optimize="latency" if options.optimize == "latency" else "size",
             levels=options.levels or None,
             largest=options.max_size,
@@ -127,7 +129,7 @@ def search_auto(family: Family, target: Path) -> dict[str, Any]:
     family.say(_notes(result, told, family))
     if checkpoint is not None and result.finished:
         checkpoint.unlink(missing_ok=True)
-    return {"recipe_json": result.best.recipe.to_json(), "search": "search.json"}
+    return {"recipe_json": result.recipe.to_json(), "search": "search.json"}
 
 
 class _Evaluator:
@@ -166,12 +168,19 @@ class _KeepFloat:
     def __init__(self, quantizer: Any, family: Family) -> None:
         self._quantizer, self._family = quantizer, family
 
-    def quantize(self, target: Path, recipe: Any, ranges: Ranges | None = None) -> Any:
+    def quantize(
+        self,
+        target: Path,
+        recipe: Any,
+        ranges: Ranges | None = None,
+        *,
+        moments: Moments | None = None,
+    ) -> Any:
         from tpu2edge.quantize.recipes import keep_float
 
         patterns, modules = self._family.options.keep_float, self._family.modules
         kept = keep_float(recipe, patterns, modules, self._quantizer.scopes())
-        return self._quantizer.quantize(target, kept, ranges)
+        return self._quantizer.quantize(target, kept, ranges, moments=moments)
 
 
 def _belongs(checkpoint: Path, fingerprint: str, source: Path) -> bool:
@@ -184,8 +193,8 @@ def _belongs(checkpoint: Path, fingerprint: str, source: Path) -> bool:
         return False
 
 
-def _ranges(family: Family) -> dict[str, Ranges]:
-    """Ranges by estimator; none where activations cannot be measured, which is said.
+def _statistics(family: Family) -> tuple[dict[str, Ranges], Moments | None]:
+    """Ranges by estimator, and moments; none where activations cannot be measured, which is said.
 
     Raises:
         QuantizationError: they cannot be, and a level was asked for that needs them.
@@ -193,18 +202,18 @@ def _ranges(family: Family) -> dict[str, Ranges]:
     from tpu2edge.quantize.sensitivity import LEVELS
 
     levels = family.options.levels
-    asked_for = any(LEVELS[level].activations for level in levels)
+    asked_for = any(LEVELS[level].activations or LEVELS[level].moments for level in levels)
     if levels and not asked_for:
-        return {}
+        return {}, None
     try:
         measured = family.calibrate(*ESTIMATORS)
     except QuantizationError as error:
         if asked_for:
             raise
-        text = f"the search leaves static recipes out: {error.what}"
+        text = f"the search leaves out what needs samples of activations: {error.what}"
         family.say([Note(code="search-without-static", text=text)])
-        return {}
-    return {name: measured.ranges(name) for name in ESTIMATORS}
+        return {}, None
+    return {name: measured.ranges(name) for name in ESTIMATORS}, measured.moments
 
 
 # ------------------------------------------------------------------------------------- in words

@@ -239,12 +239,14 @@ class Family:
     def calibrate(self, *estimators: str) -> Calibration:
         """Ranges of activations of the float file, by several estimators, in one pass.
 
-        With them come the moments that the family's own recipes need, whoever asks.
+        With them come the moments that the family's recipes need, whoever asks.
         """
         from tpu2edge.calibration import calibration_samples, samples_of_reference
         from tpu2edge.quantize.calibrate import calibrate, check_samples
 
-        recipes = self._kept_float([one for one in self.options.recipes if one.needs_moments])
+        recipes = self._kept_float(
+            [one for one in self.options.recipes if one.needs_moments] + self._searched_moments()
+        )
         if (known := self._known_statistics(estimators, recipes)) is not None:
             return known
         noted: list[Note] = []
@@ -300,6 +302,25 @@ class Family:
             self.say([Note(code="calibration-size", text=text)])
         kept.save(self.folder / CALIBRATION)
         return measured
+
+    def _searched_moments(self) -> list[Recipe]:
+        """Recipes that need the moments that a search's levels do; none whose bundle lacked them."""
+        if AUTO not in self.options.names:
+            return []
+        from tpu2edge.flatbuffer import read_tflite
+        from tpu2edge.quantize.moments import moments_wanted
+        from tpu2edge.quantize.recipes import recipe
+        from tpu2edge.quantize.sensitivity import LEVELS
+
+        levels = self.options.levels or LEVELS
+        algorithms = {LEVELS[level].moments for level in levels}
+        found = [recipe("int8-oscar")] if "OSCAR" in algorithms else []
+        if "GPTQ" in algorithms:
+            gptq = recipe("int4-gptq")
+            size = moments_wanted(read_tflite(self.base), [gptq]).size_bytes
+            if size <= _MOST_HESSIANS or self.options.levels:
+                found.append(gptq)
+        return found
 
     def _known_statistics(
         self, estimators: Sequence[str], recipes: Sequence[Recipe]

@@ -17,7 +17,8 @@ import pytest
 from tpu2edge.errors import BundleError, OptionError, QuantizationError
 from tpu2edge.flatbuffer import read_tflite
 from tpu2edge.quantize.apply import Quantizer
-from tpu2edge.quantize.recipes import Recipe, recipe_from_file
+from tpu2edge.quantize.calibrate import calibrate
+from tpu2edge.quantize.recipes import Recipe, recipe, recipe_from_file
 from tpu2edge.quantize.search import Candidate, Evaluation, pareto, search
 from tpu2edge.quantize.sensitivity import (
     FLOAT,
@@ -72,7 +73,9 @@ class Imagined:
         self.runs: list[tuple[str, bool]] = []
         self.stop_at: int | None = None
 
-    def quantize(self, target: Path, recipe: Recipe, ranges: Any = None) -> None:
+    def quantize(
+        self, target: Path, recipe: Recipe, ranges: Any = None, *, moments: Any = None
+    ) -> None:
         text = json.dumps(recipe.to_json())
         size = self.size(self.levels(recipe.to_json()))
         target.write_text(text.ljust(size))
@@ -457,6 +460,31 @@ def test_float32_is_no_answer_where_only_static_levels_were_asked_for(
     assert not found.met
     assert found.best.recipe.rules
     assert found.float32.evaluation.budget_margin > 0
+
+
+def test_levels_that_weigh_errors_by_activations_make_the_file_smaller(
+    chain: Path, tmp_path: Path
+):
+    rng = np.random.default_rng(17)
+    mix = rng.standard_normal((8, WIDTHS[0]))  # few directions are what real inputs have, too
+    rows = (rng.standard_normal((224, 1, 8)) @ mix).astype("float32")
+    samples = [{"x": x} for x in rows]
+    real = Real(chain, 24.0, samples[200:], "y")
+    recipes = [recipe("int8-oscar"), recipe("int4-gptq")]
+    moments = calibrate(chain, {"serving_default": samples[:200]}, recipes=recipes).moments
+    found = {}
+    with real.session, Quantizer(chain, remember=True) as quantizer:
+        for name, known in (("without", None), ("with", moments)):
+            target = tmp_path / f"{name}.tflite"
+            found[name] = search(chain, target, quantizer=quantizer, evaluator=real, moments=known)
+            assert found[name].met
+        weighed = {level for level in found["with"].best.levels if LEVELS[level].moments}
+        assert weighed
+        again = tmp_path / "again.tflite"
+        quantizer.quantize(again, found["with"].recipe, moments=moments)
+    sizes = [found[name].best.evaluation.size_bytes for name in ("with", "without")]
+    assert sizes[0] < sizes[1]
+    assert again.read_bytes() == (tmp_path / "with.tflite").read_bytes()
 
 
 def test_static_levels_without_ranges_are_refused(chain: Path, real: Real, tmp_path: Path):

@@ -75,6 +75,18 @@ def test_static_levels_are_offered_with_ranges_and_where_there_are_kernels(mixed
     assert static & set(units["DEPTHWISE_CONV_2D"].levels) == {"int8-static", "int16-static"}
 
 
+def test_levels_that_need_moments_are_offered_with_them(mixed: Path):
+    file = read_tflite(mixed)
+    weighed = {level.name: level.moments for level in LEVELS.values() if level.moments}
+    assert not any(set(weighed) & set(unit.levels) for unit in units_of(file))
+    for algorithm in ("GPTQ", "OSCAR"):
+        units = {unit.op: unit for unit in units_of(file, moments=(algorithm,))}
+        offered = set(weighed) & set(units["FULLY_CONNECTED"].levels)
+        assert offered
+        assert {weighed[name] for name in offered} == {algorithm}
+        assert not set(weighed) & set(units["CONV_2D"].levels)
+
+
 def test_ops_without_weights_are_units_of_static_levels(mixed: Path):
     file = read_tflite(mixed)
     between = between_of(file, ("int8-static", "int16-static"))

@@ -9,6 +9,7 @@ import pytest
 
 from tpu2edge.flatbuffer import read_tflite
 from tpu2edge.quantize.apply import Quantizer
+from tpu2edge.quantize.moments import Moments
 from tpu2edge.quantize.recipes import Recipe
 from tpu2edge.quantize.sensitivity import FLOAT, LEVELS, rules_of, units_of
 from tpu2edge.quantize.splicing import Splicer
@@ -19,14 +20,15 @@ IN_FLOAT = [level.name for level in LEVELS.values() if level.dequantizes]
 
 
 @pytest.fixture
-def splicer(mixed: Path, quantizer: Quantizer, tmp_path: Path) -> Splicer:
+def splicer(mixed: Path, quantizer: Quantizer, mixed_moments: Moments, tmp_path: Path) -> Splicer:
     file = read_tflite(mixed)
-    units = units_of(file)
+    units = units_of(file, moments=("GPTQ", "OSCAR"))
 
     def whole(level: str) -> Path:
         path = tmp_path / f"{level}.tflite"
         levels = tuple(level if level in unit.levels else FLOAT for unit in units)
-        quantizer.quantize(path, Recipe(name=level, rules=rules_of(units, levels)))
+        rules = rules_of(units, levels)
+        quantizer.quantize(path, Recipe(name=level, rules=rules), moments=mixed_moments)
         return path
 
     return Splicer(file, tmp_path / "spliced.tflite", whole)
@@ -34,16 +36,23 @@ def splicer(mixed: Path, quantizer: Quantizer, tmp_path: Path) -> Splicer:
 
 @pytest.mark.parametrize("level", IN_FLOAT)
 def test_each_unit_alone_gives_what_the_quantizers_file_gives(
-    mixed: Path, quantizer: Quantizer, splicer: Splicer, truth, tmp_path: Path, level: str
+    mixed: Path,
+    quantizer: Quantizer,
+    mixed_moments: Moments,
+    splicer: Splicer,
+    truth,
+    tmp_path: Path,
+    level: str,
 ):
-    units = units_of(read_tflite(mixed))
+    units = units_of(read_tflite(mixed), moments=("GPTQ", "OSCAR"))
     tried = 0
     for index, unit in enumerate(units):
         if level not in unit.levels:
             continue
         assert splicer.possible(unit)
         alone = tuple(level if i == index else FLOAT for i in range(len(units)))
-        quantizer.quantize(tmp_path / "real", Recipe(name="one", rules=rules_of(units, alone)))
+        one = Recipe(name="one", rules=rules_of(units, alone))
+        quantizer.quantize(tmp_path / "real", one, moments=mixed_moments)
         real, spliced = run_mixed(tmp_path / "real"), run_mixed(splicer.put(unit, level))
         changed = 0.0
         for name, exact in truth.items():

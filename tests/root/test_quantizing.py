@@ -19,6 +19,7 @@ from tpu2edge.errors import BundleError, DataError, OptionError, QuantizationErr
 from tpu2edge.flatbuffer import read_tflite, summarize
 from tpu2edge.options import chosen_recipes
 from tpu2edge.quantize.apply import quantize_file
+from tpu2edge.quantize.calibrate import Calibration
 from tpu2edge.quantize.recipes import recipe_from_rules
 from tpu2edge.quantize.rules import dynamic
 from tpu2edge.runtime_check.reference import Reference
@@ -258,8 +259,30 @@ def test_auto_finds_a_smaller_file_within_the_budget_than_any_plain_recipe(bundl
     # The recipe in the manifest makes the same bytes again.
     rules = made.manifest["models"][0]["recipe_json"]
     again = tmp_path / "again.tflite"
+    known = Calibration.load(made.path / "calibration.npz", source=bundle.model().path)
+    quantize_file(
+        bundle.model().path, again, recipe_from_rules("again", rules), moments=known.moments
+    )
+    assert again.read_bytes() == made.models[0].path.read_bytes()
+
+
+def test_the_recipe_of_a_search_holds_what_is_kept_float(bundle, tmp_path: Path):
+    made = tpu2edge.quantize_model(
+        bundle,
+        output=tmp_path / "out",
+        recipes=("auto",),
+        budget="sqnr>=30dB",
+        keep_float=("stem",),
+        levels=("int8-dynamic", "int8-weights", "int4-dynamic"),
+    )
+    rules = made.manifest["models"][0]["recipe_json"]
+    again = tmp_path / "again.tflite"
     quantize_file(bundle.model().path, again, recipe_from_rules("again", rules))
     assert again.read_bytes() == made.models[0].path.read_bytes()
+    kept = [
+        t for t in read_tflite(again).subgraphs[0].tensors if t.is_constant and t.shape == (128, 32)
+    ]
+    assert [t.dtype for t in kept] == ["float32"]
 
 
 def test_auto_says_how_far_a_budget_is_that_not_even_the_float_file_meets(bundle, tmp_path: Path):
