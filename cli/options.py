@@ -100,8 +100,8 @@ Levels = Annotated[
     typer.Option(
         "--level",
         metavar="NAME",
-        help="A level that --recipe auto may give a layer, e.g. int8-static (may be repeated). "
-        "[all]",
+        help="A level that --recipe auto may give a layer, as int8-static; float32 only if named "
+        "too. Repeatable. [all]",
     ),
 ]
 MaxSize = Annotated[

@@ -462,9 +462,7 @@ def test_float32_is_no_answer_where_only_static_levels_were_asked_for(
     assert found.float32.evaluation.budget_margin > 0
 
 
-def test_levels_that_weigh_errors_by_activations_make_the_file_smaller(
-    chain: Path, tmp_path: Path
-):
+def test_levels_that_weigh_errors_by_activations_make_the_file_smaller(chain: Path, tmp_path: Path):
     rng = np.random.default_rng(17)
     mix = rng.standard_normal((8, WIDTHS[0]))  # few directions are what real inputs have, too
     rows = (rng.standard_normal((224, 1, 8)) @ mix).astype("float32")
