@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu2edge.errors import CheckpointError, Place
-from tpu2edge.files import sha256_of_path
+from tpu2edge.files import SAFETENSORS_DTYPES, sha256_of_path
 from tpu2edge.types import Note
 
 if TYPE_CHECKING:
@@ -276,25 +276,7 @@ def _open_safetensors(path: Path, stack: contextlib.ExitStack) -> _Stored:
 def _safetensors_dtype(name: str, key: str, file: str) -> torch.dtype:
     import torch
 
-    names = {
-        "BOOL": "bool",
-        "U8": "uint8",
-        "I8": "int8",
-        "U16": "uint16",
-        "I16": "int16",
-        "U32": "uint32",
-        "I32": "int32",
-        "U64": "uint64",
-        "I64": "int64",
-        "F16": "float16",
-        "BF16": "bfloat16",
-        "F32": "float32",
-        "F64": "float64",
-        "C64": "complex64",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-    }
-    dtype = getattr(torch, names.get(name, ""), None)
+    dtype = getattr(torch, SAFETENSORS_DTYPES.get(name, ""), None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
             f"{file} stores {key} as {name}, which is not supported", place=Place(tensor=key)
