@@ -19,6 +19,7 @@ import difflib
 import io
 import itertools
 import json
+import math
 import pickle
 import re
 import zipfile
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu2edge.errors import CheckpointError, Place
-from tpu2edge.files import sha256_of_path
+from tpu2edge.files import SAFETENSORS_DTYPES, sha256_of_path
 from tpu2edge.types import Note
 
 if TYPE_CHECKING:
@@ -81,6 +82,9 @@ FRONT_PARTS = ("module", "model", "net")
 #: Last parts of keys that are no weights: a counter of torch.optim.swa_utils.AveragedModel, and
 #: what modules save by get_extra_state.
 _IGNORED_KEYS = ("n_averaged", "_extra_state")
+
+#: Of so many parts ``module`` in one key each may be real: all choices are tried, 2 to this power.
+_MOST_MODULES = 6
 
 #: How many names an error or note lists before it goes over to a count.
 _LISTED = 10
@@ -276,25 +280,7 @@ def _open_safetensors(path: Path, stack: contextlib.ExitStack) -> _Stored:
 def _safetensors_dtype(name: str, key: str, file: str) -> torch.dtype:
     import torch
 
-    names = {
-        "BOOL": "bool",
-        "U8": "uint8",
-        "I8": "int8",
-        "U16": "uint16",
-        "I16": "int16",
-        "U32": "uint32",
-        "I32": "int32",
-        "U64": "uint64",
-        "I64": "int64",
-        "F16": "float16",
-        "BF16": "bfloat16",
-        "F32": "float32",
-        "F64": "float64",
-        "C64": "complex64",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-    }
-    dtype = getattr(torch, names.get(name, ""), None)
+    dtype = getattr(torch, SAFETENSORS_DTYPES.get(name, ""), None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
             f"{file} stores {key} as {name}, which is not supported", place=Place(tensor=key)
@@ -529,7 +515,7 @@ def _assembled(path: Path, fqn: str, item: Any, storage: Mapping[Any, Any]) -> T
         whole[window].copy_(part)
         filled += part.numel()
     if whole is None or filled != whole.numel():
-        raise _damaged(path, fqn, f"{filled} of {_count(tuple(item.size))} values are stored")
+        raise _damaged(path, fqn, f"{filled} of {math.prod(item.size)} values are stored")
     return whole
 
 
@@ -552,13 +538,6 @@ def _fault(file: zipfile.ZipFile) -> str | None:
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, NotImplementedError) as err:
         return _first_line(err)
     return None if name is None or name.endswith("data.pkl") else f"{name} has a wrong checksum"
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 # ---- which part of the checkpoint ---------------------------------------------------------------
@@ -761,7 +740,8 @@ def _fronts(keys: Mapping[tuple[str, ...], str]) -> list[tuple[str, ...]]:
 
 
 def _without_module(parts: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    places = [i for i, part in enumerate(parts[:-1]) if part == "module"][:6]
+    """``parts`` with each choice of the parts called ``module`` taken out."""
+    places = [i for i, part in enumerate(parts[:-1]) if part == "module"][:_MOST_MODULES]
     for count in range(len(places) + 1):
         for chosen in itertools.combinations(places, count):
             yield tuple(part for i, part in enumerate(parts) if i not in chosen)
@@ -865,7 +845,7 @@ def _refuse_unlike(
                 hint = " (the transposed shape: a kernel of JAX or TensorFlow?)"
             elif sorted(got) == sorted(expected):
                 hint = " (the same sizes in another order: a kernel of JAX or TensorFlow?)"
-            elif _count(got) == _count(expected):
+            elif math.prod(got) == math.prod(expected):
                 hint = " (as many values in another shape)"
             wrong.append(f"    {key}: expected {_shape(expected)}, got {_shape(got)}{hint}")
         mine, stored = target.tensors[key].dtype, entries[source].dtype

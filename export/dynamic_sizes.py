@@ -4,7 +4,7 @@ litert-torch lowers most operators through JAX, which takes fixed sizes; given a
 fails, or folds a wrong number into the graph (a mean over such an axis). Here each operator becomes
 operators of LiteRT's own dialect directly, and a size is a scalar int32 tensor that is computed by
 SHAPE when the model runs. Every operator that meets an unknown size has to be in the table
-below; any other is refused, never tried.
+below, or be one of our own that is known to take it; any other is refused, never tried.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KEPT_WHOLE = (
 TAKEN_APART = (aten.einsum.default,)
 
 Value = Any  # litert_converter.mlir.ir.Value
-Size = Any  # int, or a scalar int32 Value
+Size = Any  # int, or a scalar int32 Value; what is computed of sizes can be a float, or a scalar float32
 _Function = Callable[..., Any]
 _TABLE: dict[Any, _Function] = {}
 
@@ -195,10 +195,7 @@ class Lowerings:
             element = self.element(element)
         if value.type.element_type == element:
             return value
-        return self.op("cast", [value], self.type(self._known(value), element))
-
-    def _known(self, value: Value) -> list[Any]:
-        return list(self.sizes(value))
+        return self.op("cast", [value], self.type(self.sizes(value), element))
 
     def size(self, value: Value, axis: int) -> Size:
         """One size of a value: an int where it is known, else a scalar."""
@@ -209,9 +206,9 @@ class Lowerings:
         shape = self.op("shape", [value], self.type([len(value.type.shape)], int32))
         axis %= len(value.type.shape)
         begin, end, step = (self.constant([place]) for place in (axis, axis + 1, 1))
-        return self._slice(shape, begin, end, step, self.type([], int32), shrink=1)
+        return self.strided_slice(shape, begin, end, step, self.type([], int32), shrink=1)
 
-    def _slice(
+    def strided_slice(
         self,
         value: Value,
         begin: Value,
@@ -223,6 +220,7 @@ class Lowerings:
         end_mask: int = 0,
         shrink: int = 0,
     ) -> Value:
+        """The elements from ``begin`` to ``end``; a mask has the bits of axes where these do not count."""
         return self.op(
             "strided_slice",
             [value, begin, end, step],
@@ -292,6 +290,12 @@ class Lowerings:
         if 1 in (x, y) and (isinstance(x, int) or isinstance(y, int)):
             return y if isinstance(x, int) and x == 1 else x
         return self.binary("mul", self.scalar(x), self.scalar(y), self.type([], torch.int32))
+
+    def plus(self, x: Size, y: Size) -> Size:
+        """The sum of two sizes."""
+        if isinstance(x, int) and isinstance(y, int):
+            return x + y
+        return self.binary("add", self.scalar(x), self.scalar(y), self.type([], torch.int32))
 
 
 def _val(node: Any) -> Any:
@@ -487,6 +491,16 @@ def _clamp(b: Lowerings, node: Any, x: Value, low: Any = None, high: Any = None)
     return x
 
 
+_OVERLOADS = ("Tensor", "Scalar", "default")
+
+
+def _register_all(packet: Any, lower: _Function, overloads: Sequence[str] = _OVERLOADS) -> None:
+    """Register for what an operator of two operands can be called as."""
+    for overload in overloads:
+        if hasattr(packet, overload):
+            _TABLE[getattr(packet, overload)] = lower
+
+
 def _binary(name: str, *, compares: bool = False) -> _Function:
     def lower(b: Lowerings, node: Any, x: Any, y: Any, *, alpha: Any = 1) -> Value:
         dtype = _dtype_of(_fakes(node)[:2]) if compares else _val(node).dtype
@@ -507,9 +521,7 @@ for _base, _name in (
     (aten.atan2, "atan2"),
     (aten.remainder, "floor_mod"),
 ):
-    for _overload in ("Tensor", "Scalar", "default"):
-        if hasattr(_base, _overload):
-            _TABLE[getattr(_base, _overload)] = _binary(_name)
+    _register_all(_base, _binary(_name))
 for _base, _name in (
     (aten.eq, "equal"),
     (aten.ne, "not_equal"),
@@ -518,8 +530,7 @@ for _base, _name in (
     (aten.gt, "greater"),
     (aten.ge, "greater_equal"),
 ):
-    for _overload in ("Tensor", "Scalar"):
-        _TABLE[getattr(_base, _overload)] = _binary(_name, compares=True)
+    _register_all(_base, _binary(_name, compares=True), ("Tensor", "Scalar"))
 
 
 def _logical(name: str) -> _Function:
@@ -540,9 +551,7 @@ for _base, _name in (
     (aten.bitwise_or, "logical_or"),
     (aten.bitwise_xor, "not_equal"),
 ):
-    for _overload in ("Tensor", "Scalar", "default"):
-        if hasattr(_base, _overload):
-            _TABLE[getattr(_base, _overload)] = _logical(_name)
+    _register_all(_base, _logical(_name))
 
 
 @_lower(aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode)
@@ -716,7 +725,7 @@ def _squeezed(b: Lowerings, value: Value, axes: Sequence[int], fake_sizes: Seque
     if sum(type(size) is not int for size in fake_sizes) <= 1:
         left = [-1 if type(size) is not int else int(size) for size in fake_sizes]
         return b.reshape(value, left, list(fake_sizes))
-    return b._slice(
+    return b.strided_slice(
         value,
         b.constant([0] * rank),
         b.constant([1] * rank),
@@ -990,14 +999,8 @@ def _split_with_sizes(
     offset: Size = 0
     for size, fake in zip(sizes, _val(node), strict=True):
         parts.append(_window(b, x, axis, offset, size, b.type_of(fake)))
-        offset = _plus(b, offset, size)
+        offset = b.plus(offset, size)
     return tuple(parts)
-
-
-def _plus(b: Lowerings, x: Size, y: Size) -> Size:
-    if isinstance(x, int) and isinstance(y, int):
-        return x + y
-    return b.binary("add", b.scalar(x), b.scalar(y), b.type([], torch.int32))
 
 
 def _window(b: Lowerings, x: Value, axis: int, start: Size, size: Size, result: Any) -> Value:
@@ -1034,7 +1037,7 @@ def _slice(
     ends[axis] = 0 if open_end else end
     if open_start and open_end and step == 1:
         return x
-    return b._slice(
+    return b.strided_slice(
         x,
         b.vector(begins),
         b.vector(ends),
@@ -1052,9 +1055,9 @@ def _select(b: Lowerings, node: Any, x: Value, dim: int, index: Size) -> Value:
     begins: list[Size] = [0] * rank
     ends: list[Size] = [0] * rank
     begins[axis] = index
-    ends[axis] = _plus(b, index, 1)
+    ends[axis] = b.plus(index, 1)
     others = sum(1 << i for i in range(rank) if i != axis)
-    return b._slice(
+    return b.strided_slice(
         x,
         b.vector(begins),
         b.vector(ends),
@@ -1293,7 +1296,7 @@ def _transposed_convolution(
     full: list[Size] = [b.size(last, 0)]
     for axis in (0, 1):
         grown = b.times(b.size(last, axis + 1), stride[axis])
-        full.append(_plus(b, grown, (kernel[axis] or 1) - stride[axis]))
+        full.append(b.plus(grown, (kernel[axis] or 1) - stride[axis]))
     full.append(outputs)
     known = [size if isinstance(size, int) else None for size in full]
     element = last.type.element_type
@@ -1311,7 +1314,7 @@ def _transposed_convolution(
         less, more = padding[axis - 1], output_padding[axis - 1]
         if not less and not more:
             continue
-        size = _plus(b, full[axis], more - 2 * less)
+        size = b.plus(full[axis], more - 2 * less)
         known[axis] = size if isinstance(size, int) else None
         made = _window(b, made, axis, less, size, b.type(known, element))
     return made

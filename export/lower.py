@@ -44,11 +44,12 @@ from tpu2edge.export import (
     rewrites,
     state,
 )
+from tpu2edge.export.buckets import shapes_instead
 from tpu2edge.export.default_sizes import write_smallest_sizes
 from tpu2edge.export.loops import outline_loops
 from tpu2edge.export.own_outputs import own_outputs
 from tpu2edge.export.rewrites import native
-from tpu2edge.types import Dim, LayerSource, Note, Progress, Signature, no_progress
+from tpu2edge.types import LayerSource, Note, Progress, Signature, no_progress
 
 __all__ = ["Lowered", "Loweree", "lower_isolated", "lower_programs"]
 
@@ -547,7 +548,7 @@ def _lowering_error(
         said = text if isinstance(err, NotImplementedError) else f"{type(err).__name__}: {text}"
         return LoweringError(
             f"the operator {node.target} cannot be lowered with a dynamic size: {said[:300]}",
-            do=_buckets(signature),
+            do=_fixed_sizes(signature),
             place=place,
         )
     if "Lowering not found" in text:
@@ -563,20 +564,10 @@ def _lowering_error(
     )
 
 
-def _buckets(signature: Signature | None) -> str:
-    """What to type instead of --dynamic: several fixed shapes, from the same ends."""
-    texts: list[str] = []
-    for spec in signature.inputs if signature is not None else ():
-        if spec.is_dynamic:
-            ends = [
-                "x".join(
-                    str(getattr(size, end) if isinstance(size, Dim) else size)
-                    for size in spec.shape
-                )
-                for end in ("min", "max")
-            ]
-            texts.append(f"--shapes {spec.name}={','.join(ends)}")
-    shown = " ".join(texts) or "--shapes NAME=SHAPE,SHAPE"
+def _fixed_sizes(signature: Signature | None) -> str:
+    inputs = signature.inputs if signature is not None else ()
+    shapes = shapes_instead((spec.name, spec.shape) for spec in inputs)
+    shown = shapes or "--shapes NAME=SHAPE,SHAPE"
     return f"export fixed sizes instead of --dynamic, which share one copy of the weights: {shown}"
 
 

@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from tpu2edge.errors import DataError, ExportError, OptionError, Place, Tpu2EdgeError
 from tpu2edge.export import blame, half_precision, names, oracle, quantized, taps
 from tpu2edge.export import state as states
+from tpu2edge.export.buckets import shapes_instead
 from tpu2edge.export.prepare import prepare_module
 from tpu2edge.export.rewrites import recurrent
 from tpu2edge.types import Array, Dim, Note, Signature, Tensors, TensorSpec
@@ -589,28 +590,13 @@ def _export(
     except Tpu2EdgeError:
         raise
     except Exception as err:
-        buckets = "" if shapes is None else _buckets(input_names, tensors, shapes[0])
+        buckets = ""
+        if shapes is not None:
+            buckets = shapes_instead(
+                (name, [axes.get(axis, size) for axis, size in enumerate(tensor.shape)])
+                for name, tensor, axes in zip(input_names, tensors, shapes[0], strict=True)
+            )
         raise _export_error(err, flat.inner, buckets) from err
-
-
-def _buckets(
-    input_names: Sequence[str],
-    tensors: Sequence[torch.Tensor],
-    shapes: Sequence[Mapping[int, Any]],
-) -> str:
-    """The --shapes that have the ends of --dynamic."""
-    texts = []
-    for name, tensor, axes in zip(input_names, tensors, shapes, strict=True):
-        if axes:
-            ends = [
-                "x".join(
-                    str(getattr(axes[axis], end) if axis in axes else size)
-                    for axis, size in enumerate(tensor.shape)
-                )
-                for end in ("min", "max")
-            ]
-            texts.append(f"--shapes {name}={','.join(ends)}")
-    return " ".join(texts)
 
 
 def _export_error(err: Exception, inner: nn.Module, buckets: str) -> ExportError:

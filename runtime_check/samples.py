@@ -22,6 +22,7 @@ from typing import IO, Any, overload
 import numpy as np
 
 from tpu2edge.errors import DataError, Place
+from tpu2edge.files import SAFETENSORS_DTYPES
 from tpu2edge.types import Array, Dim, Note, NoteSink, Sample, Tensors, TensorSpec
 
 __all__ = ["SampleSet", "load_samples", "read_arrays", "synthetic_samples"]
@@ -37,23 +38,6 @@ _WIDENED = {
     ("uint16", "int32"),
     ("int32", "int64"),
     ("float32", "float64"),
-}
-
-#: safetensors' names of dtypes that NumPy (with ml_dtypes for bfloat16) has.
-_SAFETENSORS_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
 }
 
 
@@ -304,9 +288,9 @@ def _read_safetensors(path: Path) -> dict[str, Array]:
         if name == "__metadata__":
             continue
         begin, end = item["data_offsets"]
-        if item["dtype"] not in _SAFETENSORS_DTYPES:
+        if item["dtype"] not in SAFETENSORS_DTYPES:
             raise ValueError(f"the dtype {item['dtype']} of {name} is not supported")
-        dtype = _dtype(_SAFETENSORS_DTYPES[item["dtype"]])
+        dtype = _dtype(SAFETENSORS_DTYPES[item["dtype"]])
         shape = tuple(int(n) for n in item["shape"])
         if end - begin != int(np.prod(shape, dtype=np.int64)) * dtype.itemsize:
             raise ValueError(f"{name} has another number of bytes than its shape needs")
@@ -331,11 +315,11 @@ def _safetensors_header(file: IO[bytes], size: int) -> tuple[int, dict[str, Any]
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    if name == "bfloat16":
+    if name == "bfloat16" or name.startswith("float8"):
         import ml_dtypes
 
-        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return bfloat16
+        own: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return own
     return np.dtype(name)
 
 

@@ -2,21 +2,22 @@
 
 The converter merges reshapes into the product that follows, to ranks that BATCH_MATMUL refuses, or, of
 a vector, to a rank that does not fit its operands (a linear layer on a map of one pixel, the context of
-a global attention); a barrier between them keeps the product in three dimensions.
+a global attention); a barrier between them keeps the product in three dimensions. So it does for a linear
+layer on a column, (1, n, 1, c): the converter drops the last 1 of the operand and not of the result.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from tpu2edge.export.rewrites import graph
+from tpu2edge.export.rewrites import graph, native
 from tpu2edge.export.rewrites.splice import Const
 
 __all__ = ["DECOMPOSITIONS", "SPLICES", "keep_rank"]
@@ -29,6 +30,8 @@ _MOST_DIMS = 5
 # Only there: a barrier keeps a linear layer from becoming FULLY_CONNECTED with its bias.
 _MOST_DIMS_WHEN_THIN = 3
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
+# The argument whose rows become the product's: of a linear layer the input.
+_ROWS: dict[Any, int] = {aten.mm.default: 0, aten.addmm.default: 1}
 _RESHAPES = (
     aten.view.default,
     aten._unsafe_view.default,
@@ -129,7 +132,6 @@ def _ordered(x: Tensor, labels: str, output: str) -> Tensor:
 def keep_rank(program: ExportedProgram) -> int:
     """Put barriers around products whose operands or results are reshaped from many dimensions."""
     count = 0
-    barrier: Callable[..., Any] | None = None
     for node in list(program.graph.nodes):
         if node.target not in _PRODUCTS:
             continue
@@ -137,33 +139,37 @@ def keep_rank(program: ExportedProgram) -> int:
         thin = isinstance(value, Tensor) and any(
             isinstance(size, int) and size == 1 for size in value.shape[-2:]
         )
-        if not (
+        if (
             any(_many(arg, _MOST_DIMS) for arg in node.all_input_nodes)
             or _used_by_many(node, _MOST_DIMS)
             or (thin and _used_by_many(node, _MOST_DIMS_WHEN_THIN, value.shape[-1]))
         ):
+            operands = list(node.all_input_nodes)
+            for arg, kept in zip(operands, _barred(node, operands), strict=False):
+                node.replace_input_with(arg, kept)
+            # A barrier of one tensor alone cannot be lowered.
+            (kept, _) = _barred(node.next, [node, operands[0]])
+            tied = kept.args[0]
+            node.replace_all_uses_with(
+                kept, delete_user_cb=lambda user, tied=tied: user is not tied
+            )
+        elif _on_column(node):  # before it alone: FULLY_CONNECTED takes the bias that follows
+            rows = node.args[_ROWS[node.target]]
+            node.replace_input_with(rows, _barred(node, [rows])[0])
+        else:
             continue
-        if barrier is None:
-            from litert_torch.backend import optimization_barrier as module
-
-            barrier = module.optimization_barrier_op
-        operands = list(node.all_input_nodes)
-        for arg, kept in zip(operands, _barred(node, operands, barrier), strict=False):
-            node.replace_input_with(arg, kept)
-        # A barrier of one tensor alone cannot be lowered.
-        (kept, _) = _barred(node.next, [node, operands[0]], barrier)
-        tied = kept.args[0]
-        node.replace_all_uses_with(kept, delete_user_cb=lambda user, tied=tied: user is not tied)
         count += 1
     if count:
         program.graph_module.recompile()
     return count
 
 
-def _barred(before: Node, values: list[Node], barrier: Callable[..., Any]) -> list[Node]:
+def _barred(before: Node, values: list[Node]) -> list[Node]:
+    from litert_torch.backend.optimization_barrier import optimization_barrier_op
+
     if len(values) == 1:
         values = values * 2
-    tied = graph.call(before, barrier, values, like=values[0])
+    tied = graph.call(before, optimization_barrier_op, values, like=values[0])
     return [
         graph.call(before, operator.getitem, tied, index, like=value)
         for index, value in enumerate(values)
@@ -171,26 +177,61 @@ def _barred(before: Node, values: list[Node], barrier: Callable[..., Any]) -> li
 
 
 def _many(node: Node, most: int) -> bool:
+    return any(len(shape) > most for shape in _reshaped_from(node))
+
+
+def _on_column(node: Node) -> bool:
+    """Whether a product of (1, n, c), or with more 1s before the c, ends as (1, n, 1, c)."""
+    rows = node.args[_ROWS[node.target]] if node.target in _ROWS else None
+    return (
+        isinstance(rows, Node)
+        and any(_is_column(shape, 3) for shape in _reshaped_from(rows))
+        and any(_is_column(shape, 4) for shape in _reshaped_to(node, _leads_on))
+    )
+
+
+def _leads_on(user: Node) -> bool:
+    """Whether ``user`` is a reshape once the converter has left out what does nothing."""
+    if user.target in (aten.add.Tensor, aten.mul.Tensor):  # a bias of zeros, and the 1 of an addmm
+        values = [arg.meta.get("val") for arg in user.all_input_nodes]
+        return sum(isinstance(value, Tensor) and value.dim() > 1 for value in values) == 1
+    return user.target is native.transpose or _is_reshape(user)  # a transpose may move 1s only
+
+
+def _is_reshape(user: Node) -> bool:
+    return user.target in _RESHAPES
+
+
+def _is_column(shape: Sequence[Any], least: int) -> bool:
+    sizes = [size if isinstance(size, int) else 0 for size in shape]
+    return len(sizes) >= least and sizes[0] == 1 != sizes[1] and set(sizes[2:-1]) <= {1}
+
+
+def _reshaped_from(node: Node) -> Iterator[Sequence[Any]]:
+    """The shapes that ``node`` had before, its own first."""
     while True:
         value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.dim() > most:
-            return True
+        if isinstance(value, Tensor):
+            yield value.shape
         if node.target not in _RESHAPES:
-            return False
+            return
         node = node.args[0]  # type: ignore[assignment]
+
+
+def _reshaped_to(
+    node: Node, through: Callable[[Node], bool] = _is_reshape
+) -> Iterator[Sequence[Any]]:
+    """All shapes that ``node`` comes to, ``through`` such users."""
+    for user in node.users:
+        value = user.meta.get("val")
+        if through(user) and isinstance(value, Tensor):
+            yield value.shape
+            yield from _reshaped_to(user, through)
 
 
 def _used_by_many(node: Node, most: int, last: Any = None) -> bool:
     """Whether ``node`` is reshaped to more dimensions than ``most``, the last one of size ``last``."""
-    for user in node.users:
-        value = user.meta.get("val")
-        if user.target not in _RESHAPES or not isinstance(value, Tensor):
-            continue
-        if value.dim() > most and last in (None, value.shape[-1]):
-            return True
-        if _used_by_many(user, most, last):
-            return True
-    return False
+    return any(len(to) > most and last in (None, to[-1]) for to in _reshaped_to(node))
 
 
 SPLICES: dict[Any, Any] = {aten.einsum.default: _einsum}

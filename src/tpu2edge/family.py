@@ -22,7 +22,7 @@ from tpu2edge import references
 from tpu2edge.errors import DataError, QuantizationError
 from tpu2edge.files import sha256_of
 from tpu2edge.options import parse_budget
-from tpu2edge.places import refuse_unrunnable
+from tpu2edge.refusals import refuse_unrunnable
 from tpu2edge.types import EdgeModel, Note, Progress, Signature, Tensors
 
 if TYPE_CHECKING:
@@ -370,7 +370,7 @@ class Family:
             for part in self.parts:
                 report = self._check(model, budget, device, part)
                 if self.is_new and recipe in (FLOAT, self.as_it_came) and is_host(device):
-                    refuse_unrunnable(report, file, self.nodes)
+                    refuse_unrunnable(report, file, self.nodes, part.truth.reference)
                 if is_host(device):
                     cases = self._check_taps(model, budget, part)
                     report = replace(report, cases=(*report.cases, *cases))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "SAFETENSORS_DTYPES",
     "canonical_json",
     "named_digest",
     "sha256_of",
@@ -20,6 +21,26 @@ __all__ = [
     "temporary_beside",
     "write_atomically",
 ]
+
+#: safetensors' names of dtypes, and those that torch, and NumPy with ml_dtypes, have for them.
+SAFETENSORS_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
 
 
 def sha256_of(path: Path) -> str:

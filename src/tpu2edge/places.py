@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu2edge import bundle as bundles
-from tpu2edge.errors import LoweringError, Place
-from tpu2edge.flatbuffer import (
-    Operator,
-    Subgraph,
-    before_squashing,
-    read_tflite,
-)
+from tpu2edge.errors import Place
+from tpu2edge.flatbuffer import Operator, Subgraph, before_squashing, read_tflite
 from tpu2edge.types import Note
 
 if TYPE_CHECKING:
     from tpu2edge.export.program import TracedProgram
     from tpu2edge.runtime_check.devices.client import Tap
-    from tpu2edge.runtime_check.parity import ParityReport
 
-__all__ = ["place_in_graph", "refuse_unrunnable", "taps_in", "transposes_left"]
-
-_NO_KERNEL = re.compile(r"[Dd]idn't find op for builtin opcode '(?P<op>\w+)'")
-_NODE_FAILED = re.compile(r"Node number (?P<node>\d+) \((?P<op>\w+)\) failed to (?P<what>\w+)")
-_CUSTOM = re.compile(r"Encountered unresolved custom op: (?P<op>[\w.]+)")
+__all__ = ["place_in_graph", "taps_in", "transposes_left"]
 
 
 def taps_in(file: Path, program: TracedProgram, origins: Mapping[str, str]) -> list[Tap]:
@@ -61,49 +50,6 @@ def taps_in(file: Path, program: TracedProgram, origins: Mapping[str, str]) -> l
         if index is not None:
             found.append(Tap(name, index, entry.name))
     return found
-
-
-def refuse_unrunnable(report: ParityReport, file: Path, nodes: Mapping[str, Any]) -> None:
-    """Turn LiteRT's refusal of a file that was just converted into words about the model.
-
-    Raises:
-        LoweringError: an operator of the float file has no kernel, or its kernel refuses it.
-    """
-    reason = next(
-        (r for case in report.cases for r in case.reasons if r.code.startswith("device-")), None
-    )
-    if reason is None:
-        return
-    missing = _NO_KERNEL.search(reason.text) or _CUSTOM.search(reason.text)
-    failed = _NODE_FAILED.search(reason.text)
-    if missing:
-        raise LoweringError(
-            f"LiteRT has no kernel for {missing['op']}, which the model was converted to",
-            do="replace this part of the model by operators that LiteRT has, or leave it out",
-            place=_place_of_operator(file, nodes, missing["op"], None),
-            step="check",
-        )
-    if failed:
-        raise LoweringError(
-            f"LiteRT cannot {failed['what']} the operator {failed['op']} of the converted file: "
-            f"{reason.text.splitlines()[0]}",
-            do="replace this part of the model by an equal form, or leave it out",
-            place=_place_of_operator(file, nodes, failed["op"], int(failed["node"])),
-            step="check",
-        )
-
-
-def _place_of_operator(
-    file: Path, nodes: Mapping[str, Any], op: str, index: int | None
-) -> Place | None:
-    """Where the first ``op`` (number ``index`` of its graph, unless None) with a place is from."""
-    for graph in read_tflite(file).subgraphs:
-        for operator in graph.operators:
-            if operator.name == op and index in (None, operator.index):
-                place = place_in_graph(graph, operator, nodes)
-                if place is not None:
-                    return place
-    return None
 
 
 def place_in_graph(graph: Subgraph, operator: Operator, nodes: Mapping[str, Any]) -> Place | None:

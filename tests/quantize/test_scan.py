@@ -181,6 +181,14 @@ def test_why_a_weight_stayed_float_is_told(tmp_path, mixed, quantizer, name, op,
     assert why in (weight.why_float or "")
 
 
+def test_biases_that_are_float_as_they_should_be_are_no_news(tmp_path, mixed, quantizer):
+    applied = quantizer.quantize(tmp_path / "q", recipe("int8"))
+    found, notes = verified(mixed, tmp_path / "q", applied, most_float=0)
+    kept = [w for w in found.weights if w.why_float is not None]
+    assert {w.why_float for w in kept} == {"a bias, which is float where the activations are"}
+    assert notes == ()
+
+
 def test_a_file_that_keeps_more_than_its_weights_tell_gets_a_note(tmp_path, mixed, int8):
     def change(model: Any) -> None:
         from ai_edge_litert import schema_py_generated as schema

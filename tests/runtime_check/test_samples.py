@@ -171,6 +171,15 @@ def test_16_bit_floats_are_widened_exactly(tmp_path):
     assert samples[2].inputs["x"].dtype == np.float32
 
 
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [("F8_E4M3", "float8_e4m3fn"), ("F8_E5M2", "float8_e5m2")]
+)
+def test_8_bit_floats_are_read_and_told_by_name(tmp_path, stored, dtype):
+    values = ramp(1, 2, 3).astype(getattr(ml_dtypes, dtype))
+    write_safetensors(tmp_path / "a.safetensors", "x", stored, values)
+    assert dtype in refusal([tmp_path / "a.safetensors"], [X]).what
+
+
 def write_safetensors(path: Path, name: str, dtype: str, array: np.ndarray) -> None:
     data = array.tobytes()
     item = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [0, len(data)]}

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
+
+from tpu2edge.export.lower import Loweree, lower_programs
+from tpu2edge.export.program import trace_module
+from tpu2edge.flatbuffer import read_tflite
 
 
 def test_products_are_right(check: Callable[..., None]) -> None:
@@ -54,6 +59,51 @@ def test_a_linear_layer_on_a_map_of_one_pixel_is_right(check: Callable[..., None
         },
         5e-6,
     )
+
+
+def test_a_linear_layer_on_a_column_is_right_and_one_operator(
+    check: Callable[..., None], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    layer, bare = nn.Linear(8, 6), nn.Linear(8, 6, bias=False)
+    two = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).eval()
+    norm = nn.LayerNorm(6)
+    nn.init.normal_(norm.weight)
+
+    def merged(x: torch.Tensor) -> torch.Tensor:  # as between stages of Swin: used in two shapes
+        y = bare(x)
+        return y + norm(y).reshape(1, 5, 6).softmax(1).reshape(y.shape)
+
+    def windows(x: torch.Tensor) -> torch.Tensor:  # of one pixel each, in as many dimensions
+        y = bare(x.reshape(1, 4, 5, 2).transpose(1, 2).reshape(1, 5, 8)).view(
+            1, 1, 1, 1, 5, 1, 1, 6
+        )
+        return y.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(1, 5, 1, 1, 6)
+
+    zero = nn.Linear(8, 6)
+    nn.init.zeros_(zero.bias)
+    r = torch.randn
+    check(
+        {
+            "windows": (windows, r(1, 5, 1, 1, 8)),
+            "no_bias": (zero, r(1, 5, 1, 8)),
+            "column": (layer, r(1, 5, 1, 8)),
+            "bare": (bare, r(1, 5, 1, 8)),
+            "two_ones": (layer, r(1, 5, 1, 1, 8)),
+            "three_ones": (layer, r(1, 5, 1, 1, 1, 8)),
+            "one_feature": (nn.Linear(8, 1), r(1, 5, 1, 8)),
+            "of_a_map": (lambda x: two(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), r(1, 8, 5, 1)),
+            "merged": (merged, r(1, 5, 1, 1, 8)),
+            "to_another": (lambda x: layer(x).reshape(1, 5, 1, 1, 6).exp(), r(1, 5, 1, 8)),
+        },
+        5e-6,
+    )
+    for shape in ((1, 5, 1, 8), (1, 5, 8)):
+        traced = trace_module(layer, (r(shape),))
+        lower_programs([Loweree(traced.program, traced.signature)], tmp_path / "m.tflite")
+        histogram = read_tflite(tmp_path / "m.tflite").op_histogram
+        assert histogram.get("FULLY_CONNECTED") == 1
+        assert set(histogram) <= {"FULLY_CONNECTED", "RESHAPE"}
 
 
 def test_products_with_a_vector_that_are_reshaped_to_four_dimensions_are_right(
