@@ -52,7 +52,9 @@ class Splicer:
         The quantizer would store weights that others read twice.
         """
         tensor, _ = self._weight(unit)
-        return tensor.buffer >= 0 and self._readers[tensor.buffer] <= set(unit.scopes)
+        if tensor.buffer < 0 or self._source.buffers[tensor.buffer].size != 4 * unit.elements:
+            return False
+        return self._readers[tensor.buffer] <= set(unit.scopes)
 
     def put(self, unit: Unit, level: str) -> Path:
         """The copy with the weights of ``unit`` as ``level`` has them, all others as they were."""
@@ -64,7 +66,6 @@ class Splicer:
         assert (stored.name, stored.shape) == (tensor.name, tensor.shape)
         data = np.ascontiguousarray(real_weights(file, stored, subgraph), "<f4").tobytes()
         place = self._source.buffers[tensor.buffer]
-        assert len(data) == place.size
         self._restore()
         with self._target.open("r+b") as stream:
             stream.seek(place.start)
