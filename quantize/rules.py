@@ -23,6 +23,7 @@ __all__ = [
     "OPERATIONS",
     "Rule",
     "checked_rules",
+    "computed_as",
     "dynamic",
     "float16",
     "in_order",
@@ -241,6 +242,13 @@ def is_static(rule: Rule) -> bool:
         config.get("compute_precision", "FLOAT") == "INTEGER"
         and config.get("activation_tensor_config") is not None
     )
+
+
+def computed_as(rule: Rule) -> str:
+    """How an op with weights computes by the rule: "static", "dynamic" or "weight-only"."""
+    if rule["op_config"].get("compute_precision", "FLOAT") == "FLOAT":
+        return "weight-only"
+    return "static" if is_static(rule) else "dynamic"
 
 
 def in_order(rules: Iterable[Rule]) -> list[Rule]:
