@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -59,6 +60,10 @@ _CALLED = {
     "WHILE": ("condSubgraphIndex", "bodySubgraphIndex"),
     "IF": ("thenSubgraphIndex", "elseSubgraphIndex"),
 }
+
+# They change what a layer reads by an op before it. ai-edge-quantizer 0.10 quantizes their weights by
+# code of its own, which looks neither at compute_precision nor at min_weight_elements.
+_SCALING = ("OSCAR", "HADAMARD_ROTATION", "DECOMPOSED_HADAMARD_ROTATION")
 
 # Algorithm to what it needs to know of the tensor that an op reads.
 _MOMENTS = {"GPTQ": "hessian", "OSCAR": "mu2"}
@@ -170,26 +175,35 @@ class Source:
         wide = _widened(ranges) if ranges is not None else None
         real = algorithm_manager.get_quantization_func
 
+        def left_float(op_info: Any, graph_info: Any) -> Any:
+            return generator._get_params_for_no_quant_op(
+                op_info.subgraph_op_index, op_info.op, graph_info.subgraph_tensors
+            )
+
         def guarded(algorithm: Any, op_key: Any, mode: Any) -> Any:
             function = real(algorithm, op_key, mode)
 
             def run(op_info: Any, graph_info: Any, **rest: Any) -> Any:
                 activations = op_info.op_quant_config.activation_tensor_config
+                precision = op_info.op_quant_config.compute_precision
                 if wide is not None and activations is not None and activations.num_bits == 16:
                     rest["tensor_name_to_qsv"] = wide
                 try:
-                    key = str(getattr(algorithm, "value", algorithm))
-                    if key in _MOMENTS:
-                        known = moments.added(rest["tensor_name_to_qsv"], key, op_info, graph_info)
+                    name = key = str(getattr(algorithm, "value", algorithm))
+                    if name in _SCALING and _is_small(op_info, graph_info):
+                        return left_float(op_info, graph_info)
+                    if name in _MOMENTS:
+                        known = moments.added(rest["tensor_name_to_qsv"], name, op_info, graph_info)
                         rest["tensor_name_to_qsv"] = known
                         key += moments.folder
                     self.table.algorithm = key
-                    return function(op_info=op_info, graph_info=graph_info, **rest)
+                    found = function(op_info=op_info, graph_info=graph_info, **rest)
+                    if name in _SCALING and precision == qtyping.ComputePrecision.FLOAT:
+                        _dequantize_first(found)
+                    return found
                 except Exception as error:  # noqa: BLE001 - told to the parent in full
                     failed.append(self._failure(op_info, graph_info, error))
-                    return generator._get_params_for_no_quant_op(
-                        op_info.subgraph_op_index, op_info.op, graph_info.subgraph_tensors
-                    )
+                    return left_float(op_info, graph_info)
 
             return run
 
@@ -339,6 +353,28 @@ def _mended(insert: Any) -> Any:
     return run
 
 
+def _is_small(op_info: Any, graph_info: Any) -> bool:
+    """Whether the rule is for larger weights."""
+    weight = graph_info.subgraph_tensors[op_info.op.inputs[1]]
+    return bool(math.prod(weight.shape) < op_info.op_quant_config.min_weight_elements)
+
+
+def _dequantize_first(tensors: Any) -> None:
+    """Make a layer that reads integer weights read floats, from a DEQUANTIZE.
+
+    ai-edge-quantizer 0.10 has the same integers computed with, the activations quantized while it
+    runs, where the rule says that weights are dequantized.
+    """
+    for tensor in tensors:
+        for use in tensor.consumers or ():
+            use.transformations[:] = [
+                qtyping.QuantTransformation.ADD_DEQUANTIZE
+                if step == qtyping.QuantTransformation.QUANTIZE_TENSOR
+                else step
+                for step in use.transformations
+            ]
+
+
 def _mend_large_tensors() -> None:
     """Quantize constants of three dimensions or more and over 32 MiB by slices of the longest one.
 
@@ -367,6 +403,22 @@ def _mend_large_tensors() -> None:
         return np.concatenate(parts, axis)
 
     uniform_quantize_tensor.uniform_quantize = by_slices
+
+
+def _mend_dequantize() -> None:
+    """Take zero points from integers that have room for the difference.
+
+    ai-edge-quantizer 0.10 takes an int8 from an int8: what is more than 127 steps away from the zero
+    point comes back 256 steps off, and GPTQ makes up for an error that is not there.
+    """
+    real = uniform_quantize_tensor.uniform_dequantize
+
+    def widened(tensor: Any, params: Any) -> Any:
+        # No wider than needed: float32 scales times int16 are float32.
+        wider = {"int8": "int16", "int16": "int32"}.get(tensor.dtype.name)
+        return real(tensor if wider is None else tensor.astype(wider), params)
+
+    uniform_quantize_tensor.uniform_dequantize = widened
 
 
 def _read_ranges(files: Mapping[str, str]) -> dict[str, Any]:
@@ -482,6 +534,7 @@ def _told(error: Exception, stage: str) -> dict[str, Any]:
 def main() -> None:
     """Answer requests until stdin ends."""
     _mend_large_tensors()
+    _mend_dequantize()
     _mend_gptq()
     out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)

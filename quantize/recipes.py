@@ -16,11 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tpu2edge.errors import OptionError
 from tpu2edge.quantize.rules import (
     ALGORITHMS,
     MOMENTS,
+    OPERATIONS,
     Rule,
     checked_rules,
     dynamic,
@@ -326,6 +328,13 @@ _ENDINGS = {
     "oscar": "OSCAR",
 }
 
+# What ai-edge-quantizer 0.10 has these algorithms for (algorithm_manager, mse).
+_ALGORITHM_OPS = {
+    "MSE": (*_INT4_OPS, "DEPTHWISE_CONV_2D", "CONV_2D_TRANSPOSE"),
+    "dequantized_weight_recovery": _INT4_OPS,
+}
+_MSE_BITS = (4, 8)
+
 _USUAL = "min_max_uniform_quantize"
 _LINEAR = "FULLY_CONNECTED"
 
@@ -375,12 +384,24 @@ def _with_algorithm(info: RecipeInfo, ending: str) -> RecipeInfo:
             "channel or tensor, activations apart",
             do=f"use {info.name} or {info.name}-octav",
         )
+    if any(not _weights(rule).get("symmetric", True) for rule in info.rules):
+        raise OptionError(
+            f"recipe '{info.name}' does not go with -{ending}: {algorithm} has no zero points",
+            do=f"use {info.name} or {info.name}-gptq",
+        )
+    if ending == "mse" and any(_weights(r).get("num_bits", 8) not in _MSE_BITS for r in info.rules):
+        raise OptionError(
+            f"recipe '{info.name}' does not go with -mse: ai-edge-quantizer has MSE for 4 and 8 bits",
+            do=f"use {info.name} or {info.name}-octav",
+        )
+    known = ("*", *_ALGORITHM_OPS.get(algorithm, OPERATIONS))
     return RecipeInfo(
         name=f"{info.name}-{ending}",
         about=f"{info.about}; {ALGORITHMS[algorithm]}",
         rules=tuple(
             {**rule, "algorithm_key": algorithm} if rule["algorithm_key"] == _USUAL else rule
             for rule in info.rules
+            if rule["algorithm_key"] != _USUAL or rule["operation"] in known
         ),
         upstream=info.upstream,
         expected_ratio=info.expected_ratio,
@@ -398,7 +419,7 @@ def _with_moments(info: RecipeInfo, ending: str) -> RecipeInfo:
             f"recipe '{info.name}' does not go with -oscar, which scales activations that are float",
             do=f"use {info.name}-gptq or {info.name}-octav",
         )
-    if ending == "oscar" and any(not _is_symmetric(rule) for rule in info.rules):
+    if ending == "oscar" and any(not _weights(r).get("symmetric", True) for r in info.rules):
         raise OptionError(
             f"recipe '{info.name}' does not go with -oscar, which has no zero points",
             do=f"use {info.name}-gptq or {info.name}-octav",
@@ -419,9 +440,9 @@ def _with_moments(info: RecipeInfo, ending: str) -> RecipeInfo:
     )
 
 
-def _is_symmetric(rule: Rule) -> bool:
-    config = (rule.get("op_config") or {}).get("weight_tensor_config", {})
-    return bool(config.get("symmetric", True))
+def _weights(rule: Rule) -> Mapping[str, Any]:
+    config: Mapping[str, Any] = rule.get("op_config", {}).get("weight_tensor_config", {})
+    return config
 
 
 def recipe(name: str) -> Recipe:

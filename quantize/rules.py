@@ -23,6 +23,7 @@ __all__ = [
     "OPERATIONS",
     "Rule",
     "checked_rules",
+    "computed_as",
     "dynamic",
     "float16",
     "in_order",
@@ -44,7 +45,7 @@ ALGORITHMS: Mapping[str, str] = {
     "float_casting": "round to float16",
     "dequantized_weight_recovery": "find the scales that already quantized weights came from",
     "OCTAV": "clip where clipping and rounding errors balance",
-    "MSE": "scales with the least squared error, by trying several",
+    "MSE": "scales as a fixed multiple of the root mean square",
     "HADAMARD_ROTATION": "rotate weights and activations first; needs a custom op at run time",
     "DECOMPOSED_HADAMARD_ROTATION": "rotate weights and activations first, by ordinary ops",
     "GPTQ": "each column makes up for the rounding errors of those before",
@@ -53,6 +54,9 @@ ALGORITHMS: Mapping[str, str] = {
 
 #: Those that need second moments of an op's input (moments.py): E[x xᵀ] or E[x²].
 MOMENTS = ("GPTQ", "OSCAR")
+
+# Those that change float activations by an op before the layer: not for static ones.
+_SCALING = ("OSCAR", "HADAMARD_ROTATION", "DECOMPOSED_HADAMARD_ROTATION")
 
 #: ``operation`` (ai_edge_quantizer.qtyping.TFLOperationName).
 OPERATIONS = (
@@ -243,6 +247,13 @@ def is_static(rule: Rule) -> bool:
     )
 
 
+def computed_as(rule: Rule) -> str:
+    """How an op with weights computes by the rule: "static", "dynamic" or "weight-only"."""
+    if rule["op_config"].get("compute_precision", "FLOAT") == "FLOAT":
+        return "weight-only"
+    return "static" if is_static(rule) else "dynamic"
+
+
 def in_order(rules: Iterable[Rule]) -> list[Rule]:
     """The rules that count, the last of those that fit an op first to be used: see above."""
     kept: dict[str, dict[str, Rule]] = {}
@@ -345,6 +356,12 @@ def _check_rule(rule: object, at: str) -> None:
         return
     _required(rule, ("op_config",), at)
     _check_config(rule["op_config"], f"{at}: op_config")
+    if rule["algorithm_key"] in _SCALING and "activation_tensor_config" in rule["op_config"]:
+        raise OptionError(
+            f"{at}: {rule['algorithm_key']} changes activations that are float, and "
+            "activation_tensor_config makes them integers",
+            do="take activation_tensor_config out, or use another algorithm, e.g. GPTQ or OCTAV",
+        )
 
 
 def _check_config(config: object, at: str) -> None:

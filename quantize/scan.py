@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpu2edge.errors import QuantizationError
-from tpu2edge.flatbuffer import Subgraph, Tensor, TfliteFile, read_tflite
-from tpu2edge.quantize.rules import stored_as_text
-from tpu2edge.quantize.scopes import UPSTREAM_NAMES, WEIGHT_INPUT, scope_of
+from tpu2edge.flatbuffer import Operator, Subgraph, Tensor, TfliteFile, read_tflite
+from tpu2edge.quantize.rules import Rule, computed_as, in_order, stored_as_text
+from tpu2edge.quantize.scopes import UPSTREAM_NAMES, WEIGHT_INPUT, OpScope, op_scopes, scope_of
 from tpu2edge.types import Note
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ def scan(
     Args:
         base: the float file.
         quantized: the file that was made of it.
-        recipe: the rules it was made by, to tell why a weight stayed float.
+        recipe: the rules it was made by, to tell why a weight stayed float, and which ops compute
+            otherwise than they say.
         deviations: what the quantizer could not do, for the same.
 
     Raises:
@@ -124,7 +125,7 @@ def scan(
         size_bytes=after.size_bytes,
         size_ratio=after.size_bytes / before.size_bytes,
         expected_bytes=before.size_bytes + change,
-        problems=tuple(_problems(before, after)),
+        problems=(*_problems(before, after), *_computed_otherwise(before, after, recipe)),
     )
 
 
@@ -388,6 +389,87 @@ def _number(tensor: Tensor) -> str:
     if tensor.dtype in _INTEGER and tensor.quantization is not None:
         return "quantized integers"
     return ""
+
+
+# How an op reads its weights, by computed_as.
+_WAYS = {
+    "static": "as integers, with integer activations",
+    "dynamic": "as integers, with activations that are quantized while it runs",
+    "weight-only": "dequantized",
+}
+
+
+def _computed_otherwise(
+    before: TfliteFile, after: TfliteFile, recipe: Recipe | None
+) -> Iterator[str]:
+    """Ops that read their weights in a way that no rule for them says, for weights stored so."""
+    if recipe is None:
+        return
+    rules = in_order(recipe.rules)
+    now = [_by_outputs(graph) for graph in after.subgraphs]
+    for op in op_scopes(before):
+        old = before.subgraphs[op.subgraph]
+        weight = None if op.weight is None else old.tensors[op.weight]
+        same = now[op.subgraph].get((op.op, op.tensors[: op.outputs]))
+        if weight is None or weight.dtype not in _FLOAT or not same:
+            continue
+        at = old.operators[op.index].inputs.index(weight.index)
+        found = _reads(after.subgraphs[op.subgraph], same.pop(0), at)
+        if found is None:
+            continue
+        way, kind = found
+        fitting = _fitting(rules, op)
+        ways = dict.fromkeys(computed_as(rule) for rule in fitting if _kind(rule) == kind)
+        if ways and way not in ways:
+            yield (
+                f"{op.op} '{op.scope.rstrip(';')}' reads its {kind} weights {_WAYS[way]}, where the "
+                f"recipe says {' or '.join(_WAYS[wanted] for wanted in ways)}"
+            )
+
+
+def _by_outputs(graph: Subgraph) -> dict[tuple[str, tuple[str, ...]], list[Operator]]:
+    """Ops by their name and those of their outputs, which quantizing leaves as they are."""
+    found: dict[tuple[str, tuple[str, ...]], list[Operator]] = {}
+    for op in graph.operators:
+        outputs = tuple(graph.tensors[i].name for i in op.outputs if i >= 0)
+        found.setdefault((UPSTREAM_NAMES.get(op.name, op.name), outputs), []).append(op)
+    return found
+
+
+def _reads(graph: Subgraph, op: Operator, at: int) -> tuple[str, str] | None:
+    """How it reads the weights at input ``at``, and what they are; None for floats."""
+    weight = graph.tensors[op.inputs[at]]
+    if not weight.is_constant:
+        for other in graph.operators:
+            if other.name == "DEQUANTIZE" and weight.index in other.outputs:
+                stored = graph.tensors[other.inputs[0]]
+                return ("weight-only", _kind(stored)) if stored.is_constant else None
+        return None
+    if weight.dtype in _FLOAT:
+        return None
+    others = (graph.tensors[i] for i in (*op.inputs, *op.outputs) if i >= 0)
+    integer = any(_number(t) == "quantized integers" for t in others if not t.is_constant)
+    return "static" if integer else "dynamic", _kind(weight)
+
+
+def _kind(of: Tensor | Rule) -> str:
+    """ "int8" or "int4 in blocks of 32": how a weight is stored, or a rule says so."""
+    if isinstance(of, Tensor):
+        block = None if of.quantization is None else of.quantization.block_size
+        return of.dtype if block is None else f"{of.dtype} in blocks of {block}"
+    return stored_as_text(of["op_config"]["weight_tensor_config"]).partition(" per ")[0]
+
+
+def _fitting(rules: Sequence[Rule], op: OpScope) -> list[Rule]:
+    """Those that may have decided on an op; the quantizer passes over what it cannot do."""
+    found: list[Rule] = []
+    for rule in rules:
+        if rule["operation"] in ("*", op.op) and re.search(rule["regex"], op.scope):
+            if rule["algorithm_key"] == "no_quantize":
+                found.clear()
+            else:
+                found.append(rule)
+    return found
 
 
 def _bad_signatures(before: TfliteFile, after: TfliteFile) -> Iterator[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from tpu2edge.errors import OptionError
 from tpu2edge.files import sha256_of
-from tpu2edge.flatbuffer import read_tflite
+from tpu2edge.flatbuffer import TfliteFile, read_tflite
 from tpu2edge.quantize import child as quantizing
 from tpu2edge.quantize import moments as module
 from tpu2edge.quantize.apply import Quantizer, quantize_file
@@ -21,8 +21,8 @@ from tpu2edge.quantize.calibrate_child import BLOCK
 from tpu2edge.quantize.calibrate_child import Moments as Counted
 from tpu2edge.quantize.moments import Moments, moments_wanted
 from tpu2edge.quantize.recipes import Recipe, keep_float, recipe, recipe_from_rules
-from tpu2edge.quantize.rules import dynamic, keep
-from tpu2edge.quantize.scan import verified
+from tpu2edge.quantize.rules import ALGORITHMS, dynamic, keep, weight_only
+from tpu2edge.quantize.scan import scan, verified
 from tpu2edge.quantize.scopes import op_scopes
 from tpu2edge.runtime_check.devices.client import Session
 from tpu2edge.runtime_check.metrics import sqnr_db
@@ -45,10 +45,26 @@ def linear_rules(algorithm: str, bits: int = 4, **more: Any) -> Recipe:
 
 
 def weights_of(path: Path) -> list[np.ndarray]:
-    """The integers of the linear layers' weights, in their order."""
+    """What the linear layers' weights are stored as, in their order."""
     file = read_tflite(path)
-    ops = [op for op in file.subgraphs[0].operators if op.name == "FULLY_CONNECTED"]
-    return [file.constant(op.inputs[1], 0) for op in ops]
+    ops = file.subgraphs[0].operators
+    widened = {op.outputs[0]: op.inputs[0] for op in ops if op.name == "DEQUANTIZE"}
+    return [file.constant(widened.get(at, at), 0) for at in weights_read(file)]
+
+
+def reads_integers(path: Path) -> list[bool]:
+    """Whether each linear layer reads its weights as they are stored, as integers."""
+    file = read_tflite(path)
+    return [file.tensor(at, 0).dtype != "float32" for at in weights_read(file)]
+
+
+def weights_read(file: TfliteFile) -> list[int]:
+    """Not those of a Hadamard rotation, which is a linear layer too."""
+    return [
+        op.inputs[1]
+        for op in file.subgraphs[0].operators
+        if op.name == "FULLY_CONNECTED" and "rotated" not in file.tensor(op.outputs[0], 0).name
+    ]
 
 
 # ---- what is counted ----------------------------------------------------------------------------
@@ -185,28 +201,46 @@ def test_gptq_s_factor_is_that_of_the_inverse_hessian():
     assert upper.T @ upper @ damped == pytest.approx(np.eye(20), abs=1e-3)
 
 
-def test_gptq_rounds_each_column_as_the_paper_does(tmp_path):
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_gptq_rounds_each_column_as_the_paper_does(tmp_path, bits, symmetric):
     """Against the plain form: the inverse Hessian is updated after each column (OBQ, in order)."""
     samples = inputs(8)
     found = calibrate(DENSE, {KEY: samples}, recipes=BOTH)
-    quantize_file(DENSE, tmp_path / "q", linear_rules("GPTQ"), moments=found.moments)
+    rule = weight_only(bits, operation="FULLY_CONNECTED", symmetric=symmetric, algorithm="GPTQ")
+    rules = recipe_from_rules("mine", [rule])
+    assert not quantize_file(DENSE, tmp_path / "q", rules, moments=found.moments).deviations
     file = read_tflite(DENSE)
     ops = [op for op in file.subgraphs[0].operators if op.name == "FULLY_CONNECTED"]
     for op, integers in zip(ops, weights_of(tmp_path / "q"), strict=True):
         weight = file.constant(op.inputs[1], 0).astype("f8")
         hessian = found.moments.hessians[file.tensor(op.inputs[0], 0).name].astype("f8")
-        same = integers == one_by_one(weight, hessian)
+        scale, zero, low, high = steps(weight, bits, symmetric)
+        same = integers == one_by_one(weight, hessian, scale, zero, low, high)
         assert same.mean() > 0.995  # a value half-way between two steps may go either way
-        assert (integers != np.round(weight / (np.abs(weight).max(1) / 7)[:, None])).mean() > 0.05
+        plain = np.clip(np.round(weight / scale[:, None]) + zero[:, None], low, high)
+        assert (integers != plain).mean() > 0.05
 
 
-def one_by_one(weight: np.ndarray, hessian: np.ndarray) -> np.ndarray:
-    scale = np.abs(weight).max(1) / 7
+def steps(weight: np.ndarray, bits: int, symmetric: bool) -> tuple[Any, Any, int, int]:
+    """Scales, zero points and limits as ai-edge-quantizer has them for min/max."""
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    if symmetric:
+        scale = np.abs(weight).max(1) / high
+        return scale, np.zeros(len(scale)), low + (bits == 8), high
+    least, most = np.minimum(weight.min(1), 0), np.maximum(weight.max(1), 0)
+    scale = (most - least) / (high - low)
+    return scale, np.round(low - least / scale), low, high
+
+
+def one_by_one(
+    weight: np.ndarray, hessian: np.ndarray, scale: Any, zero: Any, low: int, high: int
+) -> np.ndarray:
     hessian = hessian + 0.01 * np.diag(hessian).mean() * np.eye(len(hessian))
     inverse, rest, integers = np.linalg.inv(hessian), weight.copy(), np.zeros(weight.shape, int)
     for q in range(weight.shape[1]):
-        integers[:, q] = np.clip(np.round(rest[:, q] / scale), -8, 7)
-        error = (rest[:, q] - integers[:, q] * scale) / inverse[q, q]
+        integers[:, q] = np.clip(np.round(rest[:, q] / scale) + zero, low, high)
+        error = (rest[:, q] - (integers[:, q] - zero) * scale) / inverse[q, q]
         rest -= np.outer(error, inverse[q])
         inverse -= np.outer(inverse[:, q], inverse[q]) / inverse[q, q]
     return integers
@@ -244,10 +278,47 @@ def outputs_of(path: Path, samples: Any) -> np.ndarray:
         return np.stack([out["y"] for out in session.run(KEY, samples)])
 
 
-@pytest.mark.parametrize("base", ["int4", "int4-block32", "int4-weight-only", "int2"])
+GAINS = {"int4": 1.5, "int4-block32": 1.5, "int4-weight-only": 1.5, "int2": 1.5}
+GAINS |= {"int8-weight-only": 1.5, "default_af32w8float": 1.5, "default_af32w4float": 1.5}
+
+
+@pytest.mark.parametrize("base", GAINS)
 def test_gptq_comes_nearer_to_the_float_file_than_plain_rounding(tmp_path, base):
     plain, gptq = reached(tmp_path, DENSE, inputs(16), inputs(4, seed=1), (base, f"{base}-gptq"))
-    assert gptq > plain + 1.5
+    assert gptq > plain + GAINS[base]
+
+
+# All but those that store floats or refuse what was not quantized before.
+ROUNDING = sorted({*ALGORITHMS} - {"no_quantize", "float_casting", "dequantized_weight_recovery"})
+
+
+@pytest.mark.parametrize("algorithm", ROUNDING)
+def test_layers_compute_as_the_rule_says_by_every_algorithm(tmp_path, algorithm):
+    found = calibrate(DENSE, {KEY: inputs(4)}, recipes=BOTH).moments
+    wanted = {}
+    for name, make in (("dynamic", dynamic), ("weight-only", weight_only)):
+        rule = make(8, operation="FULLY_CONNECTED", algorithm=algorithm)
+        wanted[name] = recipe_from_rules(name, [rule])
+        applied = quantize_file(DENSE, tmp_path / name, wanted[name], moments=found)
+        assert not applied.deviations
+        verified(DENSE, tmp_path / name, applied)
+    assert reads_integers(tmp_path / "dynamic") == [True] * 5
+    assert reads_integers(tmp_path / "weight-only") == [False] * 5
+    pairs = zip(weights_of(tmp_path / "dynamic"), weights_of(tmp_path / "weight-only"), strict=True)
+    assert all((one == other).all() for one, other in pairs)
+    for file, other in (("dynamic", "weight-only"), ("weight-only", "dynamic")):
+        problems = scan(DENSE, tmp_path / file, recipe=wanted[other]).problems
+        assert len([p for p in problems if p.startswith("FULLY_CONNECTED")]) == 5
+
+
+@pytest.mark.parametrize("algorithm", ROUNDING)
+def test_layers_below_a_rule_s_least_size_stay_float_by_every_algorithm(tmp_path, algorithm):
+    found = calibrate(DENSE, {KEY: inputs(4)}, recipes=BOTH).moments
+    for least, quantized in ((1024, True), (1025, False)):
+        rules = linear_rules(algorithm, bits=8, min_weight_elements=least)
+        assert not quantize_file(DENSE, tmp_path / "q", rules, moments=found).deviations
+        kept = [w.dtype == np.float32 for w in weights_of(tmp_path / "q")]
+        assert kept == [not quantized] * 5
 
 
 def test_oscar_comes_nearer_where_channels_are_of_different_sizes(tmp_path, make_linear):

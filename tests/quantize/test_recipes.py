@@ -21,7 +21,7 @@ from tpu2edge.quantize.recipes import (
     recipe_from_rules,
     with_float_io,
 )
-from tpu2edge.quantize.rules import ALGORITHMS, OPERATIONS, in_order
+from tpu2edge.quantize.rules import ALGORITHMS, OPERATIONS, in_order, static
 from tpu2edge.quantize.scan import scan
 from tpu2edge.quantize.scopes import op_scopes
 
@@ -97,6 +97,16 @@ def test_an_ending_changes_the_algorithm_of_every_integer_rule():
     assert [r["algorithm_key"] for r in kept] == ["OCTAV", "OCTAV", "no_quantize", "no_quantize"]
 
 
+def test_rules_for_ops_that_an_algorithm_does_not_have_are_left_out():
+    operations = {
+        ending: [r["operation"] for r in recipe(f"int4-weight-only{ending}").rules]
+        for ending in ("", "-octav", "-mse", "-recover")
+    }
+    assert operations[""] == operations["-octav"]
+    for ending in ("-mse", "-recover"):
+        assert operations[ending] == [op for op in operations[""] if op != "BATCH_MATMUL"]
+
+
 def test_gptq_and_oscar_are_added_for_linear_layers_which_alone_have_them():
     plain, wanted = recipe("int4").rules, recipe("int4-gptq").rules
     assert [r for r in wanted if r["algorithm_key"] != "GPTQ"] == list(plain)
@@ -126,6 +136,11 @@ def test_gptq_and_oscar_are_added_for_linear_layers_which_alone_have_them():
         "int4-hadamard-gptq",
         "int8-static-oscar",
         "default_af32w8float-oscar",
+        "default_af32w8float-octav",
+        "default_af32w4float-mse",
+        "default_af32w8float-recover",
+        "dynamic_wi2c_afp32-mse",
+        "int2-mse",
     ],
 )
 def test_an_ending_that_a_recipe_cannot_have_is_refused(name):
@@ -215,6 +230,11 @@ def changed(path: str, value: object) -> dict:
         (changed("op_config/weight_tensor_config/granularity", "BLOCK"), "granularity 'BLOCK'"),
         (changed("op_config/weight_tensor_config/block_size", 48), "block_size is 48"),
         (changed("op_config/weight_tensor_config/symetric", True), "closest is 'symmetric'"),
+        (
+            {**static(8, 8), "algorithm_key": "OSCAR"},
+            "OSCAR changes activations that are float, and activation_tensor_config makes them",
+        ),
+        ({**static(8, 8), "algorithm_key": "DECOMPOSED_HADAMARD_ROTATION"}, "are float, and"),
         ("text", "text, not an object"),
     ],
 )

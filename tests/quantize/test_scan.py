@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 
 from tpu2edge.errors import QuantizationError
 from tpu2edge.flatbuffer import read_tflite
-from tpu2edge.quantize.apply import Quantizer, quantize_file
-from tpu2edge.quantize.recipes import recipe
+from tpu2edge.quantize.apply import Applied, Quantizer, quantize_file
+from tpu2edge.quantize.recipes import recipe, recipe_from_rules
+from tpu2edge.quantize.rules import weight_only
 from tpu2edge.quantize.scan import MOST_FLOAT, scan, verified
 
 
@@ -143,6 +145,47 @@ def test_an_integer_op_that_reads_floats_is_a_problem(tmp_path, mixed, mixed_ran
     assert problem == (
         "SOFTMAX 'serving_default_p_output' reads floats and writes quantized integers"
     )
+
+
+WAYS = {
+    "int8": "as integers, with activations that are quantized while it runs",
+    "int8-weight-only": "dequantized",
+    "int8-static": "as integers, with integer activations",
+}
+
+
+@pytest.mark.parametrize("made", WAYS)
+@pytest.mark.parametrize("wanted", WAYS)
+def test_ops_that_compute_otherwise_than_the_recipe_says_are_a_problem(
+    tmp_path, mixed, mixed_ranges, quantizer, made, wanted
+):
+    """All files store the same weights, and all run."""
+    quantizer.quantize(tmp_path / "q", recipe(made), mixed_ranges)
+    problems = scan(mixed, tmp_path / "q", recipe=recipe(wanted)).problems
+    if made == wanted:
+        assert problems == ()
+        return
+    told = f"int8 weights {WAYS[made]}, where the recipe says {WAYS[wanted]}"
+    # For embeddings static recipes have the dynamic rule.
+    same = {made, wanted} == {"int8", "int8-static"}
+    assert len(problems) == 10 - same
+    assert sum(problem.endswith(told) for problem in problems) >= 9
+    assert any(problem.startswith("FULLY_CONNECTED") for problem in problems)
+    assert any(problem.startswith("CONV_2D_TRANSPOSE") for problem in problems)
+
+
+def test_one_op_that_computes_otherwise_is_found_and_named(tmp_path, mixed, quantizer):
+    odd = weight_only(8, regex="odd", operation="FULLY_CONNECTED")
+    mix = recipe_from_rules("mix", [*recipe("int8").rules, odd])
+    quantizer.quantize(tmp_path / "q", mix)
+    assert scan(mixed, tmp_path / "q", recipe=mix).problems == ()
+    (problem,) = scan(mixed, tmp_path / "q", recipe=recipe("int8")).problems
+    assert re.fullmatch(
+        "FULLY_CONNECTED '[^']*odd[^']*' reads its int8 weights dequantized, .*", problem
+    )
+    applied = Applied(recipe=recipe("int8"), deviations=(), size_bytes=1)
+    with pytest.raises(QuantizationError, match="gave a broken file: FULLY_CONNECTED"):
+        verified(mixed, tmp_path / "q", applied)
 
 
 def test_a_signature_that_points_beside_the_graphs_outputs_is_a_problem(tmp_path, mixed, int8):
