@@ -238,6 +238,7 @@ _WHOLE = {
     "int8-dynamic": "dynamic_wi8_afp32",
     "int8-dynamic-oscar": "dynamic_wi8_afp32-oscar",
     "int8-weights": "default_af32w8float",
+    "int8-weights-gptq": "default_af32w8float-gptq",
     "int8-dynamic-hadamard": "dynamic_wi8c_hr_afp32",
     "int4-dynamic": "int4",
 }
@@ -250,6 +251,7 @@ _STATIC_PARTS = 64  # each costs a run; more than that are not tried unless stat
 _INSTEAD = {
     "int4-dynamic": ("int8-dynamic",),
     "int8-dynamic-oscar": ("int8-dynamic",),
+    "int8-weights-gptq": ("int8-weights",),
 }
 
 # Share of the allowed noise from which on a guessed noise is not good enough.
@@ -266,6 +268,11 @@ _QUICK_MACS = 20_000_000  # models below are so quick that probes take all sampl
 _SPLICED = 8 << 20  # files below are made as quickly as they are patched
 
 _TIE = 0.003
+_GPTQ_SHARE = 0.1  # of a file's noise: below, GPTQ is not what fails on other samples
+_OVERFIT = 30.0
+_CHANCES = 2  # files below the bar that are run on held-out samples all the same
+_CHANCES_SMALL = 12
+_LIKE = 24
 _HURRY = 3.0  # float files' bytes that all of its time is worth at most
 _FITS = 10  # rounds of steps 3 and 4
 _PATIENCE = 3  # exchanges in a row that gain nothing before step 5 ends
@@ -328,6 +335,7 @@ class _Search:
         self.float_ms = math.inf
         self.added_times: dict[tuple[str, str], float] = {}  # by all units of an op at a level
         self.hurry = _TIE  # share of the float file's bytes that all of its time is worth
+        self.overfit = 1.0  # by how much GPTQ is noisier on samples that it has not seen
         self.scale = 1.0  # what sums of noises have to be multiplied by
         self.splicer: Splicer | None = None
         if self.source.stat().st_size >= _SPLICED:
@@ -375,8 +383,10 @@ class _Search:
         return row
 
     def _consider(self, row: Candidate) -> None:
-        margin = row.evaluation.budget_margin
-        if math.isnan(margin) or margin < self.bar or not row.met or not self._allows(row):
+        margin = self._margin(row)
+        if math.isnan(margin) or not row.met or not self._allows(row):
+            return
+        if margin < self.bar and row.held_out is None:
             return
         if self.best is None or self._cost(row) < self._cost(self.best):
             self.best = row
@@ -517,7 +527,7 @@ class _Search:
     def _plain(self) -> None:
         refused: list[QuantizationError] = []
         for level, name in _WHOLE.items():
-            if not self._offered(level):
+            if not self._offered(level) or self._not_worth_it(level):
                 continue
             whole = recipe(name)
             try:
@@ -544,6 +554,10 @@ class _Search:
             raise refused[0]
         if self.timed:
             self._time_ops(_WHOLE)
+
+    def _not_worth_it(self, level: str) -> bool:
+        """A rotation of all layers: twice as slow as OSCAR, at about the same noise."""
+        return LEVELS[level].rotates and "OSCAR" in self.algorithms
 
     def _time_ops(self, levels: Iterable[str]) -> None:
         """What each kind of op gains or loses at each level, all others of the file float."""
@@ -578,7 +592,10 @@ class _Search:
         if not any(len(unit.levels) > 1 for unit in self.units):
             return
         self._kept()
+        self._pivot()
+        self._learn_overfit()
         while True:
+            known = len(self.rows)
             self._pivot()
             self._improve()
             if self._static_pays():
@@ -586,7 +603,8 @@ class _Search:
                 self._improve()
             if self.best is None:
                 self._nearest_miss()
-            if self._confirmed():
+            if self._confirmed() or (self.best is None and len(self.rows) == known):
+                self._second_chances()
                 return
 
     def _improve(self) -> None:
@@ -744,7 +762,7 @@ class _Search:
 
     def _hoped(self, unit: int, level: str, allowed: float) -> float:
         """The noise, a guessed one that will be measured taken for less than it likely is."""
-        noise = self.model.noise(unit, level)
+        noise = self.model.noise(unit, level) * self._flattery(level)
         if (unit, level) in self.model.measured or noise <= allowed * self._negligible(unit):
             return noise
         return noise * (_HOPE_SMALL if self.small else _HOPE)
@@ -759,11 +777,12 @@ class _Search:
         for _ in range(3 * len(LEVELS)):
             assignment = self._cheapest(allowed)
             guessed = [
-                (self.model.noise(index, level), index, level)
+                (self.model.noise(index, level) * self._flattery(level), index, level)
                 for index, level in enumerate(assignment or self._quietest_choices())
                 if level != FLOAT
                 and (index, level) not in self.model.measured
-                and self.model.noise(index, level) > allowed * self._negligible(index)
+                and self.model.noise(index, level) * self._flattery(level)
+                > allowed * self._negligible(index)
             ]
             if not guessed:
                 return assignment
@@ -797,7 +816,7 @@ class _Search:
             if assignment in tried:
                 if self._hurry_up(assignment):
                     continue
-                passes = self._mix(assignment).evaluation.budget_margin >= self.bar
+                passes = self._margin(self._mix(assignment)) >= self.bar
                 nudge *= 1.05 if passes else 0.95
                 continue
             tried.add(assignment)
@@ -807,7 +826,8 @@ class _Search:
             sum_ = self.model.total(assignment)
             if sum_ > 0 and math.isfinite(actual):
                 self.scale = min(20.0, max(0.05, actual / sum_))
-            if row.evaluation.budget_margin >= self.bar and actual >= 0.97 * self._allowed():
+            near = actual * self._flattered(assignment) >= 0.97 * self._allowed()
+            if self._margin(row) >= self.bar and near:
                 if self._hurry_up(assignment):
                     continue
                 return
@@ -821,7 +841,7 @@ class _Search:
             assignment = self._settled(allowed / self.scale * part)
             if assignment is None:
                 return
-            if self._mix(assignment).evaluation.budget_margin >= self.bar:
+            if self._margin(self._mix(assignment)) >= self.bar:
                 self._hurry_up(assignment)
 
     def _reconcile(self, assignment: Assignment, actual: float) -> None:
@@ -873,18 +893,22 @@ class _Search:
             after = self._mix(step)
             self._learn(current, row, step, after)
             improved = (
-                after.evaluation.budget_margin >= self.bar
+                self._margin(after) >= self.bar
                 and self._allows(after)
                 and self._cost(after) < self._cost(row)
             )
             misses = 0 if improved else misses + 1
+
+    def _worth(self, row: Candidate) -> float:
+        """Bytes that another file must save to be tried."""
+        return row.evaluation.size_bytes * (_WORTH_SMALL if self.small else _WORTH)
 
     def _best_mix(self) -> tuple[Candidate, Assignment] | None:
         rows = [
             (self._cost(row), key)
             for key, row in self.rows.items()
             if key in self.assignments
-            and row.evaluation.budget_margin >= self.bar
+            and self._margin(row) >= self.bar
             and row.met
             and self._allows(row)
         ]
@@ -898,8 +922,8 @@ class _Search:
     ) -> Assignment | None:
         """The untried change of one or two units that saves most and is likely to pass."""
         allowed = self._allowed()
-        here = self._noise(row.evaluation)
-        worth = row.evaluation.size_bytes * (_WORTH_SMALL if self.small else _WORTH)
+        here = self._noise(row.evaluation) * self._flattered(current)
+        worth = self._worth(row)
         steps: list[tuple[float, float, int, str]] = []  # saved, noise added, unit, level
         for index in range(len(self.units)):
             for level in self._choices(index):
@@ -907,7 +931,8 @@ class _Search:
                     continue
                 saved = self._price(index, current[index]) - self._price(index, level)
                 added = self.scale * (
-                    self.model.noise(index, level) - self.model.noise(index, current[index])
+                    self.model.noise(index, level) * self._flattery(level)
+                    - self.model.noise(index, current[index]) * self._flattery(current[index])
                 )
                 if math.isfinite(added):
                     steps.append((saved, added, index, level))
@@ -1001,26 +1026,122 @@ class _Search:
         return new
 
     def _confirmed(self) -> bool:
-        """Whether the best file holds on the held-out samples; if not, the bar is higher now."""
+        """Whether the best file holds on the held-out samples; if not, more is asked for now."""
+        self._consider_all()
         if self.best is None:
             return True
         best = self._held_out(self.best)
         self.best = best
-        if best.met:
-            return True
-        assert best.held_out is not None
-        self._raise_bar(best)
-        return self.best is None
+        if not best.met:
+            self._raise_bar(best)
+        return best.met
 
     def _raise_bar(self, failed: Candidate) -> None:
+        """Ask for more by what the samples of the search flatter.
+
+        That is what all files lack on others, or, where much of the noise is of GPTQ, which has
+        rounded by what these samples said, what GPTQ's noise has to be multiplied by.
+        """
         assert failed.held_out is not None
-        # Above what just failed, by what it lacked: so much the samples of the search flatter.
         lacked = -failed.held_out.budget_margin
-        step = min(2.0, max(0.1, lacked)) if math.isfinite(lacked) else 2.0
-        self.bar = max(self.bar, failed.evaluation.budget_margin) + step
+        before = self.overfit
+        self._overfits(failed)
+        if self.overfit == before or self._margin(failed) >= self.bar:
+            step = min(2.0, max(0.1, lacked)) if math.isfinite(lacked) else 2.0
+            self.bar = max(self.bar, self._margin(failed)) + step
+        self._consider_all()
+
+    def _second_chances(self) -> None:
+        """Held-out figures of smaller files that are below the bar: not all flatter alike."""
+        best = self.best
+        if best is None:
+            return
+        if self.small:
+            self._try_like_those_that_failed(best)
+        limit = self._cost(best)[0] - self._worth(best)
+        rows = [
+            row
+            for row in self.rows.values()
+            if row.held_out is None
+            and row.evaluation.budget_margin >= 0
+            and self._allows(row)
+            and self._cost(row)[0] <= limit
+        ]
+        rows.sort(key=lambda row: (-self._margin(row), self._cost(row)))
+        for row in rows[: _CHANCES_SMALL if self.small else _CHANCES]:
+            self._held_out(row)
+        self._consider_all()
+
+    def _try_like_those_that_failed(self, best: Candidate) -> None:
+        """Run what differs in one unit from files that failed on held-out samples only."""
+        raised, self.bar = self.bar, 0.0
+        allowed = _NEAR * self._allowed()
+        self.bar = raised
+        found: dict[Assignment, float] = {}
+        for key, current in self.assignments.items():
+            row = self.rows[key]
+            if row.met or row.evaluation.budget_margin < 0 or self._cost(row) >= self._cost(best):
+                continue
+            for index in range(len(self.units)):
+                for level in self._choices(index):
+                    changed = self._joined((*current[:index], level, *current[index + 1 :]))
+                    noise = self._noise(row.evaluation) + self.scale * (
+                        self.model.noise(index, level) - self.model.noise(index, current[index])
+                    )
+                    paid = self._total_price(changed) - self._total_price(current)
+                    if noise <= allowed and row.evaluation.size_bytes + paid < self._cost(best)[0]:
+                        found[changed] = min(noise, found.get(changed, math.inf))
+        for assignment in sorted(found, key=lambda one: (found[one], one))[:_LIKE]:
+            self._mix(assignment)
+
+    def _learn_overfit(self) -> None:
+        """See by the whole recipe what GPTQ is on other samples, before much rests on it."""
+        for row in list(self.rows.values()):
+            if row.recipe.name == _WHOLE["int8-weights-gptq"]:
+                self._overfits(self._held_out(row))
+
+    def _overfits(self, row: Candidate) -> None:
+        """Learn of a row with both figures what GPTQ's noise has to be multiplied by."""
+        assert row.held_out is not None
+        assignment = self.assignments.get(self.bench.key(row.recipe, row.ranges, "full"))
+        share = self._share_of_gptq(assignment) if assignment is not None else 0.0
+        gap = row.evaluation.sqnr_db - row.held_out.sqnr_db
+        if share > _GPTQ_SHARE and 0 < gap < math.inf:
+            factor = 1 + (10 ** (gap / 10) - 1) / share
+            self.overfit = min(_OVERFIT, max(self.overfit, factor))
+
+    def _consider_all(self) -> None:
+        """Choose the best anew: what margins are likely on other samples is known better by now."""
         self.best = None
         for row in sorted(self.rows.values(), key=self._cost):
             self._consider(row)
+
+    def _flattery(self, level: str) -> float:
+        """What the noise at a level is on other samples, of what it is on those of the search."""
+        return self.overfit if LEVELS[level].moments == "GPTQ" else 1.0
+
+    def _flattered(self, assignment: Assignment) -> float:
+        """The same of a whole assignment."""
+        return 1 + self._share_of_gptq(assignment) * (self.overfit - 1)
+
+    def _share_of_gptq(self, assignment: Assignment) -> float:
+        noises = [self.model.noise(index, level) for index, level in enumerate(assignment)]
+        total = math.fsum(noises)
+        if not 0 < total < math.inf:
+            return 0.0
+        of_gptq = (
+            noise
+            for noise, level in zip(noises, assignment, strict=True)
+            if LEVELS[level].moments == "GPTQ"
+        )
+        return math.fsum(of_gptq) / total
+
+    def _margin(self, row: Candidate) -> float:
+        """The margin that is likely on other samples."""
+        assignment = self.assignments.get(self.bench.key(row.recipe, row.ranges, "full"))
+        if assignment is None or self.overfit == 1.0:
+            return row.evaluation.budget_margin
+        return row.evaluation.budget_margin - 10 * math.log10(self._flattered(assignment))
 
     def _finish(self, float32: Candidate) -> tuple[Candidate, bool]:
         """The best that holds on the held-out samples, or the nearest miss."""

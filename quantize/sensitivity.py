@@ -142,6 +142,20 @@ LEVELS: Mapping[str, Level] = {
             dequantizes=True,
         ),
         Level(
+            name="int8-weights-gptq",
+            about="int8 weights with zero points, rounded by what they read, computed in float32",
+            rule=lambda regex: weight_only(
+                8, regex=regex, operation=_LINEAR, symmetric=False, algorithm="GPTQ"
+            ),
+            bits=8,
+            operations=frozenset({_LINEAR}),
+            noise=0.5,
+            time=1.05,
+            dequantizes=True,
+            moments="GPTQ",
+            like="int8-weights",
+        ),
+        Level(
             name="int8-dynamic-hadamard",
             about="int8 weights, rotated activations quantized at run time",
             rule=lambda regex: dynamic(8, regex=regex, algorithm=_HADAMARD),
