@@ -445,18 +445,6 @@ def _reciprocal(b: Lowerings, node: Any, x: Value) -> Value:
     return b.binary("div", _operand(b, 1.0, _val(node).dtype), x, _result(b, node))
 
 
-@_lower(aten.log1p.default)
-def _log1p(b: Lowerings, node: Any, x: Value) -> Value:
-    one = _operand(b, 1.0, _val(node).dtype)
-    return b.op("log", [b.binary("add", x, one, x.type)], x.type)
-
-
-@_lower(aten.expm1.default)
-def _expm1(b: Lowerings, node: Any, x: Value) -> Value:
-    one = _operand(b, 1.0, _val(node).dtype)
-    return b.binary("sub", b.op("exp", [x], x.type), one, x.type)
-
-
 @_lower(aten.isnan.default)
 def _isnan(b: Lowerings, node: Any, x: Value) -> Value:
     return b.op("not_equal", [x, x], _result(b, node))
