@@ -124,6 +124,7 @@ _case("einsum", lambda x: torch.einsum("bsd,btd->bst", x, x), (2, 5, 8), {0: B, 
 _case("zeros_like", lambda x: x + torch.zeros_like(x) + torch.ones_like(x), (2, 5), {0: B, 1: S})
 _case("new_full", lambda x: x + x.new_full((x.shape[1],), 2.0), (2, 5), {0: B, 1: S})
 _case("arange", lambda x: x + torch.arange(x.shape[1]), (2, 5), {0: B, 1: S})
+_case("eye", lambda x: x[..., None] * torch.eye(x.shape[1]), (2, 5), {0: B, 1: S})
 _case("size_as_number", lambda x: x * x.shape[1] + x / x.shape[0], (2, 5), {0: B, 1: S})
 _case(
     "where_mask",
