@@ -74,7 +74,7 @@ def in_venv(folder: Path) -> None:
             constraints.writelines(line for line in lines if not _OTHER_TORCH.match(line))
             constraints.flush()
             install = [python, "-m", "pip", "install", "--quiet", "-c", constraints.name]
-            subprocess.run([*install, *_VENV, "-e", str(ROOT)], check=True)
+            subprocess.run([*install, *_VENV, "-e", f"{ROOT}[export]"], check=True)
     # What is measured is this checkout, whichever the environment was made for.
     os.environ["PYTHONPATH"] = str(ROOT / "src")
     os.execv(python, [str(python), "-W", "ignore", str(Path(__file__).resolve()), *sys.argv[1:]])

@@ -4,7 +4,7 @@ litert-torch lowers most operators through JAX, which takes fixed sizes; given a
 fails, or folds a wrong number into the graph (a mean over such an axis). Here each operator becomes
 operators of LiteRT's own dialect directly, and a size is a scalar int32 tensor that is computed by
 SHAPE when the model runs. Every operator that meets an unknown size has to be in the table
-below, or be one of our own that is known to take it; any other is refused, never tried.
+below, or be known to take it by its usual lowering; any other is refused, never tried.
 """
 
 from __future__ import annotations
@@ -64,10 +64,14 @@ def _lower(*ops: Any) -> Callable[[_Function], _Function]:
     return register
 
 
-#: Our own operators (rewrites/native.py) whose registered lowerings take unknown sizes, too.
-_NATIVE = tuple(
-    f"tpu2edge.{name}.default"
-    for name in ("transpose", "gather", "top_k", "div", "floor_div", "floor_mod")
+#: Operators whose registered lowerings take unknown sizes, too: our own (rewrites/native.py), and the
+#: barrier that rewrites/matmul.py puts around products.
+_USUAL = (
+    *(
+        f"tpu2edge.{name}.default"
+        for name in ("transpose", "gather", "top_k", "div", "floor_div", "floor_mod")
+    ),
+    "litert_torch.optimization_barrier.default",
 )
 
 
@@ -77,7 +81,7 @@ def lowering_of(target: Any) -> _Function | None:
     Raises:
         NotImplementedError: no lowering of it is known to be right.
     """
-    if str(target) in _NATIVE:
+    if str(target) in _USUAL:
         return None
     if target in _TABLE:
         return _TABLE[target]
@@ -439,18 +443,6 @@ def _gelu(b: Lowerings, node: Any, x: Value, *, approximate: str = "none") -> Va
 @_lower(aten.reciprocal.default)
 def _reciprocal(b: Lowerings, node: Any, x: Value) -> Value:
     return b.binary("div", _operand(b, 1.0, _val(node).dtype), x, _result(b, node))
-
-
-@_lower(aten.log1p.default)
-def _log1p(b: Lowerings, node: Any, x: Value) -> Value:
-    one = _operand(b, 1.0, _val(node).dtype)
-    return b.op("log", [b.binary("add", x, one, x.type)], x.type)
-
-
-@_lower(aten.expm1.default)
-def _expm1(b: Lowerings, node: Any, x: Value) -> Value:
-    one = _operand(b, 1.0, _val(node).dtype)
-    return b.binary("sub", b.op("exp", [x], x.type), one, x.type)
 
 
 @_lower(aten.isnan.default)
@@ -919,6 +911,9 @@ def _addmm(
 
 @_lower(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(b: Lowerings, node: Any, x: Value, sizes: Sequence[Size]) -> Value:
+    # litert-converter 0.5 drops a transpose before a RESHAPE that changes nothing, or dies of it.
+    if [str(size) for size in _fakes(node)[0].shape] == [str(size) for size in _val(node).shape]:
+        return x
     return b.reshape(x, sizes, list(_val(node).shape))
 
 
@@ -1170,20 +1165,63 @@ def _index_select(b: Lowerings, node: Any, x: Value, dim: int, indices: Value) -
     return b.op("gather", [x, _int32(b, indices)], _result(b, node), axis=axis, batch_dims=0)
 
 
+def _from_the_end(b: Lowerings, index: Value, size: Size) -> Value:
+    """An index as int32, negative places counted from the back: the kernels read other memory there."""
+    places = _int32(b, index)
+    negative = b.op("less", [places, b.constant(0)], b.type(b.sizes(places), torch.bool))
+    shifted = b.binary("add", places, b.scalar(size), places.type)
+    return b.op("select_v2", [negative, shifted, places], places.type)
+
+
 @_lower(aten.index.Tensor)
 def _index(b: Lowerings, node: Any, x: Value, indices: Sequence[Any]) -> Value:
     used = [axis for axis, index in enumerate(indices) if index is not None]
-    fakes = _fakes(node)[1]
-    if len(used) != 1 or fakes[used[0]].dtype is torch.bool:
-        raise NotImplementedError("it has a form for one index of whole numbers")
-    # torch counts negative places from the back; the kernel reads other memory.
-    axis = used[0]
-    places = _int32(b, indices[axis])
-    size = b.scalar(b.size(x, axis))
-    negative = b.op("less", [places, b.constant(0)], b.type(b.sizes(places), torch.bool))
-    shifted = b.binary("add", places, size, places.type)
-    places = b.op("select_v2", [negative, shifted, places], places.type)
-    return b.op("gather", [x, places], _result(b, node), axis=axis, batch_dims=0)
+    fakes = [_fakes(node)[1][axis] for axis in used]
+    if not used or any(fake.dtype in (torch.bool, torch.uint8) for fake in fakes):
+        raise NotImplementedError("it has a form for indices of whole numbers, not for masks")
+    places = [_from_the_end(b, indices[axis], b.size(x, axis)) for axis in used]
+    result = _result(b, node)
+    if len(used) == 1:
+        return b.op("gather", [x, places[0]], result, axis=used[0], batch_dims=0)
+
+    rest = [axis for axis in range(len(x.type.shape)) if axis not in used]
+    if used != list(range(len(used))):
+        x = b.transpose(x, [*used, *rest])
+    places = _alike(b, places, fakes)
+    shape, rank = b.sizes(places[0]), len(places[0].type.shape)
+    kind = b.type([*shape, len(used)], torch.int32)
+    pairs = b.op("pack", places, kind, values_count=len(used), axis=rank)
+    others = b.sizes(x)[len(used) :]
+    found = b.op("gather_nd", [x, pairs], b.type([*shape, *others], x.type.element_type))
+    # torch puts the new axes where the indexed ones were if those lie side by side, else first.
+    first = used[0] if used[-1] - used[0] + 1 == len(used) else 0
+    if not first or not rank:
+        return found
+    order = [*range(rank, rank + first), *range(rank), *range(rank + first, rank + len(rest))]
+    return b.transpose(found, order)
+
+
+def _alike(b: Lowerings, values: Sequence[Value], fakes: Sequence[torch.Tensor]) -> list[Value]:
+    """``values`` broadcast to their common shape."""
+    rank = max(len(fake.shape) for fake in fakes)
+    sizes: list[Size] = [1] * rank
+    for back in range(1, rank + 1):
+        wide = [
+            (str(fake.shape[-back]), value)
+            for fake, value in zip(fakes, values, strict=True)
+            if len(fake.shape) >= back and str(fake.shape[-back]) != "1"
+        ]
+        if len({size for size, _ in wide}) > 1:
+            raise NotImplementedError("it has a form for indices whose sizes are equal or 1")
+        if wide:
+            sizes[-back] = b.size(wide[0][1], -back)
+    known = [size if isinstance(size, int) else None for size in sizes]
+    return [
+        value
+        if b.sizes(value) == known
+        else b.op("broadcast_to", [value, b.vector(sizes)], b.type(known, torch.int32))
+        for value in values
+    ]
 
 
 @_lower(aten.gather.default)

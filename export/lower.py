@@ -459,6 +459,9 @@ class _Toolkit:
             mock.patch.object(export, "_convert_i64_to_i32", return_value=False),
             mock.patch.object(self.inline_consts, "_clamp_inf_values", lambda tensor: tensor),
             mock.patch.object(self.debuginfo, "build_mlir_debuginfo", _layer_name),
+            mock.patch.object(
+                self.debuginfo, "build_mlir_file_debuginfo", lambda node: (_label_place(node), 0)
+            ),
         ):
             self._keep = keep
             yield
@@ -525,6 +528,15 @@ def _layer_name(node: torch.fx.Node) -> str | None:
     if not node.meta.get("nn_module_stack"):
         return None
     return f"{blame.module_path(node) or 'forward'}/{_label(node)};"
+
+
+def _label_place(node: torch.fx.Node) -> str:
+    """What stands for a file in the converter's errors: "model.py:12:relu_3".
+
+    It prints the file alone, and a line is no node: modules share their ``forward``.
+    """
+    place = blame.place_of_node(node)
+    return f"{place.file}:{place.line}:{_label(node)}"
 
 
 _LABEL = "tpu2edge_label"
@@ -604,7 +616,7 @@ def _first_line(err: BaseException) -> str:
     return next((line.strip() for line in str(err).splitlines() if line.strip()), "")
 
 
-_MLIR_ERROR = re.compile(r"(?P<file>[^\s\"']+\.py):(?P<line>\d+):\d+\)?: error: (?P<text>.+)")
+_MLIR_ERROR = re.compile(r":(?P<label>\w+):\d+:\d+\)?: error: ")
 _FAILED_OP = re.compile(r"failed to legalize operation '(?P<op>[\w.]+)'|'(?P<other>[\w.]+)' op ")
 
 
@@ -613,12 +625,8 @@ def _converter_error(err: Exception, graphs: Sequence[torch.fx.Graph]) -> Conver
     lines = [line.strip() for line in text.splitlines() if "error:" in line]
     first = lines[0] if lines else next((li for li in text.splitlines() if li.strip()), "")
     message = first.split("error: ", 1)[-1].split(": %")[0][:300]
-    place: Place | None = None
-    name = re.search(r"error: .*?([\w.]+)/(\w+);", text)
-    if name:
-        place = _place_by_name(graphs, name[2])
-    if place is None and (match := _MLIR_ERROR.search(text)):
-        place = _place_by_line(graphs, match["file"], int(match["line"]))
+    label = re.search(r"error: .*?[\w.]+/(?P<label>\w+);", text) or _MLIR_ERROR.search(text)
+    place = _place_by_label(graphs, label["label"]) if label else None
     failed = _FAILED_OP.search(text)
     if failed:
         op = failed["op"] or failed["other"]
@@ -634,19 +642,9 @@ def _converter_error(err: Exception, graphs: Sequence[torch.fx.Graph]) -> Conver
     )
 
 
-def _place_by_name(graphs: Sequence[torch.fx.Graph], name: str) -> Place | None:
+def _place_by_label(graphs: Sequence[torch.fx.Graph], label: str) -> Place | None:
     for graph in graphs:
         for node in graph.nodes:
-            if _label(node) == name:
+            if _label(node) == label:
                 return blame.place_of_node(node)
     return None
-
-
-def _place_by_line(graphs: Sequence[torch.fx.Graph], file: str, line: int) -> Place:
-    """The node whose trace passes through ``file:line`` (the converter gives the innermost frame)."""
-    wanted = f'File "{file}", line {line},'
-    for graph in graphs:
-        for node in graph.nodes:
-            if wanted in (node.meta.get("stack_trace") or ""):
-                return blame.place_of_node(node)
-    return Place(file=file, line=line)

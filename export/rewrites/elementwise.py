@@ -21,6 +21,46 @@ def _exp2(x: Tensor) -> Tensor:
     return torch.exp(x * math.log(2))
 
 
+def _log1p(x: Tensor) -> Any:
+    """log1p(y) + log((1 + x) / (1 + y)) with y = x near 0, where the second one is log(1) = 0.
+
+    The first is 2 artanh(w / 2) by its series, w = y / (1 + y/2), to 2e-8 for |y| <= 1/8. The usual
+    corrections by log(u) / (u - 1) want a LOG that is exact near 1; XNNPACK's is off by 6e-8 there
+    (log(1 + 2**-22) = 3.6e-7). No choices, which delegates leave to the CPU.
+    """
+    if x.is_complex():
+        return NotImplemented
+    x = x if x.is_floating_point() else x.float()
+    y = torch.clamp(x, -0.125, 0.125)
+    w = y / (y * 0.5 + 1)
+    square = w * w
+    near = w * ((square * (1 / 80) + 1 / 12) * square + 1)
+    return near + torch.log((x + 1) / (y + 1))
+
+
+def _expm1(x: Tensor) -> Any:
+    """tanh(x/2) (exp(x) + 1), which takes nothing from nearly equal numbers."""
+    if x.is_complex():
+        return NotImplemented
+    x = x if x.is_floating_point() else x.float()
+    return torch.tanh(x * 0.5) * (torch.exp(x) + 1)
+
+
+def _softplus(x: Tensor, beta: Any = 1, threshold: Any = 20) -> Tensor:
+    """With log(1 + z): right to 1e-7 of 1, and twice as fast as with log1p."""
+    scaled = x * beta
+    return torch.where(scaled > threshold, x, torch.log(torch.exp(scaled) + 1) / beta)
+
+
+def _mish(x: Tensor) -> Tensor:
+    return x * torch.tanh(_softplus(x))
+
+
+def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    small = torch.exp(-torch.abs(x))
+    return torch.clamp(x, max=0) - torch.log(small + 1), small
+
+
 def _hypot(a: Tensor, b: Tensor) -> Tensor:
     # Scaled, so that squares neither overflow nor vanish.
     a, b = torch.abs(a), torch.abs(b)
@@ -113,6 +153,11 @@ DECOMPOSITIONS: dict[Any, Any] = {
     aten.erfc.default: _erfc,
     aten.rrelu.default: _rrelu,
     aten.exp2.default: _exp2,
+    aten.log1p.default: _log1p,
+    aten.expm1.default: _expm1,
+    aten.softplus.default: _softplus,
+    aten.mish.default: _mish,
+    aten.log_sigmoid_forward.default: _log_sigmoid,
     aten.hypot.default: _hypot,
     aten.signbit.default: _signbit,
     aten.copysign.Tensor: _copysign,

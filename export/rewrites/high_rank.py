@@ -51,6 +51,8 @@ def _merge(node: Node, value: torch.Tensor) -> bool:
     padded = {n: [1] * (rank - n.meta["val"].dim()) + list(n.meta["val"].shape) for n in operands}
     same = all(sizes == shape or math.prod(sizes) == 1 for sizes in padded.values())
     limit = 6 if same or node.target in _WIDE else _MOST_DIMS
+    if node.target in _BOUNDED:
+        limit = min(limit, 5)
     if rank <= limit and node.target not in _NARROW:
         return False
     groups: list[list[int]] = []
@@ -106,3 +108,17 @@ _WIDE: Any = frozenset(
     (aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.mul.Scalar)
 )
 _NARROW: Any = frozenset((aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar))
+# What becomes a MAXIMUM or MINIMUM with a number, which the converter takes up to five.
+_BOUNDED: Any = frozenset(
+    (
+        aten.relu.default,
+        aten.relu6.default,
+        aten.hardtanh.default,
+        aten.clamp.default,
+        aten.clamp.Tensor,
+        aten.clamp_min.default,
+        aten.clamp_max.default,
+        aten.maximum.default,
+        aten.minimum.default,
+    )
+)

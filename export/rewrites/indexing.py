@@ -129,6 +129,15 @@ def _triangle(kind: str) -> Any:
     return indices
 
 
+def _eye(rows: Any, columns: Any = None, **options: Any) -> Any:
+    """Of int32 ranges: the converter leaves an int64 one as STABLEHLO_IOTA, which has no kernel."""
+    columns = rows if columns is None else columns
+    if not static(rows, columns):
+        return NotImplemented
+    below, beside = (torch.arange(size, dtype=torch.int32) for size in (rows, columns))
+    return torch.eq(below[:, None], beside).to(options.get("dtype") or torch.get_default_dtype())
+
+
 def _as_strided_scatter(
     x: torch.Tensor,
     source: torch.Tensor,
@@ -210,5 +219,7 @@ DECOMPOSITIONS: dict[Any, Any] = {
     _at: _gather_at,
     aten.tril_indices.default: _triangle("tril"),
     aten.triu_indices.default: _triangle("triu"),
+    aten.eye.default: _eye,
+    aten.eye.m: _eye,
     aten.as_strided_scatter.default: _as_strided_scatter,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,17 @@ def _case(
 
 B, S = (1, 8), (2, 32)
 
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    return x.view(x.shape[0], x.shape[1], 2, 4).transpose(1, 2)
+
+
+def _of_heads(heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Rows again, through a reshape that changes nothing, as transformers writes it."""
+    rows = heads.reshape(x.shape[0], -1, x.shape[1], 4).transpose(1, 2)
+    return rows.reshape(x.shape[0], x.shape[1], -1)
+
+
 _case("relu", lambda x: torch.relu(x) + 1, (3, 4), {0: B})
 _case("linear", lambda x, f: f(x), (3, 6), {0: B}, f=lambda: nn.Linear(6, 4))
 _case("linear_3d", lambda x, f: f(x), (2, 5, 6), {0: B, 1: S}, f=lambda: nn.Linear(6, 4))
@@ -112,6 +124,7 @@ _case("einsum", lambda x: torch.einsum("bsd,btd->bst", x, x), (2, 5, 8), {0: B, 
 _case("zeros_like", lambda x: x + torch.zeros_like(x) + torch.ones_like(x), (2, 5), {0: B, 1: S})
 _case("new_full", lambda x: x + x.new_full((x.shape[1],), 2.0), (2, 5), {0: B, 1: S})
 _case("arange", lambda x: x + torch.arange(x.shape[1]), (2, 5), {0: B, 1: S})
+_case("eye", lambda x: x[..., None] * torch.eye(x.shape[1]), (2, 5), {0: B, 1: S})
 _case("size_as_number", lambda x: x * x.shape[1] + x / x.shape[0], (2, 5), {0: B, 1: S})
 _case(
     "where_mask",
@@ -187,6 +200,53 @@ _case(
 )
 _case("gather", lambda x: x.gather(1, (x > 0).long()), (2, 5), {0: B, 1: S})
 _case("index_select", lambda x: x[:, [2, 0, 1]], (2, 5), {0: B})
+_case(
+    "index_pair",
+    lambda x: x[
+        torch.arange(x.shape[0])[:, None, None], torch.arange(x.shape[1])[None, None].flip(2) - 1
+    ],
+    (2, 5, 8),
+    {0: B, 1: S},
+)
+_case(
+    "index_side_by_side",
+    lambda x: x[:, torch.arange(x.shape[1])[:, None] - x.shape[1], torch.tensor([[3, -1, 0]])],
+    (2, 5, 8),
+    {0: B, 1: S},
+)
+_case(
+    "index_apart",
+    lambda x: x[torch.arange(x.shape[0]), :, torch.tensor([-2])],
+    (2, 5, 8),
+    {0: B, 1: S},
+)
+_case(
+    "index_mask",
+    lambda x: (x[..., 0] > 0)[
+        torch.arange(x.shape[0])[:, None, None, None], torch.arange(x.shape[1])[None, None, None]
+    ].expand(-1, -1, x.shape[1], x.shape[1]),
+    (2, 5, 8),
+    {0: B, 1: S},
+)
+_case(
+    "reshape_of_nothing",
+    lambda x: (
+        x.view(x.shape[0], x.shape[1], 2, 4)
+        .transpose(1, 2)
+        .contiguous()
+        .reshape(x.shape[0], -1, x.shape[1], 4)
+        .transpose(1, 2)
+        .reshape(x.shape[0], x.shape[1], -1)
+    ),
+    (2, 5, 8),
+    {0: B, 1: S},
+)
+_case(
+    "sdpa_of_heads",
+    lambda x: _of_heads(F.scaled_dot_product_attention(*[_heads(x)] * 3), x),
+    (2, 5, 8),
+    {0: B, 1: S},
+)
 _case("pad", lambda x: F.pad(x, (1, 2)), (2, 5), {0: B, 1: S})
 _case("flip_roll", lambda x: x.flip(1) + x.roll(1, 2), (2, 5, 8), {0: B, 1: S})
 _case("topk", lambda x: x.topk(3, -1).values, (2, 5, 8), {0: B, 1: S})
@@ -454,3 +514,39 @@ _case(
     c=lambda: nn.Conv2d(3, 4, 3, padding=1),
     n=lambda: nn.GroupNorm(2, 4),
 )
+
+
+class _Transformer(nn.Module):
+    """A model of transformers, with a mask from the tokens."""
+
+    def __init__(self, kind: str, attention: str, **config: Any) -> None:
+        super().__init__()
+        import transformers
+
+        sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "use_cache": False}
+        sizes |= {"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64}
+        made = getattr(transformers, f"{kind}Config")(**sizes, **config)
+        model = getattr(transformers, f"{kind}Model")
+        self.model = model._from_config(made, attn_implementation=attention)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = ((x > 0) | (torch.arange(x.shape[1]) < 1)).long()
+        found: torch.Tensor = self.model(input_ids=x, attention_mask=mask).last_hidden_state
+        return found
+
+
+for _attention in ("eager", "sdpa"):
+    for _kind, _options in (
+        ("Bert", {}),
+        ("GPT2", {"bos_token_id": 1, "eos_token_id": 1}),
+        ("Llama", {"num_key_value_heads": 1}),
+    ):
+        for _axes in ({1: S}, {0: B, 1: S}):
+            _case(
+                f"{_kind.lower()}_{_attention}_{len(_axes)}",
+                lambda x, f: f(x),
+                (2, 5) if 0 in _axes else (1, 5),
+                _axes,
+                integers=20,
+                f=partial(_Transformer, _kind, _attention, **_options),
+            )

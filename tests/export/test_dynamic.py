@@ -56,6 +56,14 @@ CORE = {
     "decoder",
     "residual",
     "repeat_interleave",
+    "index_pair",
+    "index_side_by_side",
+    "index_apart",
+    "index_mask",
+    "sdpa_of_heads",
+    "bert_eager_1",
+    "bert_sdpa_2",
+    "llama_sdpa_1",
 }
 
 

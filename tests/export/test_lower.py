@@ -19,6 +19,7 @@ from tpu2edge.errors import ConversionError, ExportError, LoweringError
 from tpu2edge.export import rewrites
 from tpu2edge.export.lower import Lowered, Loweree, lower_isolated, lower_programs
 from tpu2edge.export.program import TracedProgram, trace_module
+from tpu2edge.export.rewrites import high_rank
 from tpu2edge.flatbuffer import read_tflite, signatures_of
 from tpu2edge.runtime_check.devices.client import Session
 
@@ -536,3 +537,40 @@ def test_the_same_program_gives_the_same_bytes(tmp_path: Path) -> None:
         _, lowered = convert(module, (torch.arange(6)[None],), tmp_path / name)
         files.append(lowered.path.read_bytes())
     assert files[0] == files[1]
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.linear(x)) * torch.relu(x)
+
+
+class Blocks(nn.Module):
+    """Three modules of one forward; only the last one works on six dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Shared() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x.reshape(36, 12)).reshape(1, 2, 3, 6, 12)
+        x = self.blocks[1](x).reshape(1, 2, 3, 2, 3, 12)
+        return self.blocks[2](x)
+
+
+def test_what_the_converter_refuses_is_traced_to_the_module_among_those_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is refused then: MAXIMUM of a number and six dimensions.
+    monkeypatch.setattr(high_rank, "_BOUNDED", frozenset())
+    traced = trace_module(Blocks(), (torch.randn(1, 2, 3, 2, 3, 12),))
+    with pytest.raises(LoweringError, match=r"tfl\.maximum") as caught:
+        lower_programs([Loweree(traced.program, traced.signature)], tmp_path / "m.tflite")
+    place = caught.value.place
+    assert place is not None
+    assert (place.module, place.op) == ("blocks.2", "aten.relu.default")
+    assert place.code is not None
+    assert place.code.endswith("torch.relu(self.linear(x)) * torch.relu(x)")

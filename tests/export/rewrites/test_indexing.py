@@ -58,3 +58,19 @@ def test_reads_at_tensors_of_indices(converted: Check) -> None:
             "triangle": (lambda x: x[tuple(torch.tril_indices(4, 4, -1))], (r(4, 4),)),
         }
     )
+
+
+def test_the_identity_matrix_is_a_constant(converted: Check) -> None:
+    x = torch.randn(6, 4, 4)
+    names = converted(
+        {
+            "eye": (lambda x: x * torch.eye(4), (x,)),
+            "integers": (lambda x: x * torch.eye(4, 4, dtype=torch.int32), (x,)),
+            "booleans": (lambda x: torch.where(torch.eye(4, dtype=torch.bool), x, 0.0), (x,)),
+            "wide": (lambda x: x[:, :3] @ torch.eye(3, 4).T, (x,)),
+            "large": (lambda x: x.reshape(1, 96) @ torch.eye(96, 300), (x,)),
+            "alone": (lambda x: (x, torch.eye(3)), (x,)),
+        }
+    )
+    assert "STABLEHLO_IOTA" not in names
+    assert "EQUAL" not in names
