@@ -11,10 +11,11 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from tpu2edge.errors import BundleError, OptionError
 from tpu2edge.files import sha256_of, write_atomically
@@ -199,9 +200,23 @@ class Bench:
         self._quantizer = quantizer
         self.made_by = Recipe(name="float32", rules=())  # what makes the file in the place, exactly
         self._built = ""  # what lies in the place
+        self._pool = ThreadPoolExecutor(max_workers=1)
+        self._ahead: tuple[str, Future[Recipe]] | None = None  # what is made for later
+        self._upcoming: list[Recipe] = []
         self._started = time.monotonic()
         self._deadline = None if time_limit_s is None else self._started + time_limit_s
         self._max_evaluations = max_evaluations
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._upcoming = []
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def expect(self, recipes: Iterable[Recipe]) -> None:
+        """These are measured next, in this order: each is made while the one before runs."""
+        self._upcoming = [what for what in recipes if not what.needs_ranges]
 
     @property
     def seconds(self) -> float:
@@ -219,13 +234,29 @@ class Bench:
         if key == self._built:
             return self.place
         self._built = ""
-        if what.rules:
+        if self._ahead is not None and self._ahead[0] == key:
+            future, self._ahead = self._ahead[1], None
+            self.made_by = future.result()
+            self._place_ahead.replace(self.place)
+        elif what.rules:
             self.made_by = self._quantize(self.place, what, ranges)
         else:
             self.made_by = what
             shutil.copyfile(self.source, self.place)
         self._built = key
         return self.place
+
+    @property
+    def _place_ahead(self) -> Path:
+        return self.place.with_name("ahead.tflite")
+
+    def _make_ahead(self) -> None:
+        while self._upcoming and self._ahead is None:
+            what = self._upcoming.pop(0)
+            key = self.key(what, None, "file")
+            if key != self._built and self.key(what, None, "full") not in self.memo.measured:
+                future = self._pool.submit(self._ask, self._place_ahead, what, None)
+                self._ahead = (key, future)
 
     def beside(self, name: str, what: Recipe) -> Path:
         """A file of that name that stays as long as the folder."""
@@ -234,6 +265,11 @@ class Bench:
         return target
 
     def _quantize(self, target: Path, what: Recipe, ranges: str | None) -> Recipe:
+        if self._ahead is not None:  # the quantizer does one thing at a time
+            wait([self._ahead[1]])
+        return self._ask(target, what, ranges)
+
+    def _ask(self, target: Path, what: Recipe, ranges: str | None) -> Recipe:
         known = self.ranges[ranges] if ranges is not None and what.needs_ranges else None
         applied = self._quantizer.quantize(
             target, what, known, moments=self.moments if what.needs_moments else None
@@ -267,6 +303,7 @@ class Bench:
         if kind != "held-out" and not self.unlimited:
             self._check_limits()
         path = make() if make is not None else self.build(what, ranges)
+        self._make_ahead()
         evaluation = replace(run(path), size_bytes=path.stat().st_size)
         self.measured_now += 1
         self.memo.put(key, evaluation, self.seconds)

@@ -206,22 +206,25 @@ def search(
                 )
     if optimize not in ("size", "latency"):
         raise OptionError(f"cannot optimize '{optimize}'", do="known: size, latency")
-    with tempfile.TemporaryDirectory(
-        prefix=".tpu2edge-search-", dir=scratch_place(source, target)
-    ) as folder:
+    with (
+        tempfile.TemporaryDirectory(
+            prefix=".tpu2edge-search-", dir=scratch_place(source, target)
+        ) as folder,
+        Bench(
+            source,
+            Path(folder),
+            quantizer=quantizer,
+            ranges=dict(ranges or {}),
+            moments=moments,
+            memo=Memo(checkpoint, source, fingerprint),
+            time_limit_s=time_limit_s,
+            max_evaluations=max_evaluations,
+        ) as bench,
+    ):
         run = _Search(
             source=source,
             target=target,
-            bench=Bench(
-                source,
-                Path(folder),
-                quantizer=quantizer,
-                ranges=dict(ranges or {}),
-                moments=moments,
-                memo=Memo(checkpoint, source, fingerprint),
-                time_limit_s=time_limit_s,
-                max_evaluations=max_evaluations,
-            ),
+            bench=bench,
             evaluator=evaluator,
             levels=levels,
             goal=optimize,
@@ -270,8 +273,7 @@ _SPLICED = 8 << 20  # files below are made as quickly as they are patched
 _TIE = 0.003
 _GPTQ_SHARE = 0.1  # of a file's noise: below, GPTQ is not what fails on other samples
 _OVERFIT = 30.0
-_CHANCES = 2  # files below the bar that are run on held-out samples all the same
-_CHANCES_SMALL = 12
+_CHANCES = 12  # files below the bar that are run on held-out samples all the same
 _LIKE = 24
 _HURRY = 3.0  # float files' bytes that all of its time is worth at most
 _FITS = 10  # rounds of steps 3 and 4
@@ -493,6 +495,8 @@ class _Search:
 
     def run(self) -> SearchResult:
         finished = True
+        if not self.timed:  # what is made meanwhile takes some of the machine
+            self.bench.expect(self._wholes().values())
         float32 = self._full_unlimited()
         try:
             self._plain()
@@ -526,10 +530,7 @@ class _Search:
 
     def _plain(self) -> None:
         refused: list[QuantizationError] = []
-        for level, name in _WHOLE.items():
-            if not self._offered(level) or self._not_worth_it(level):
-                continue
-            whole = recipe(name)
+        for level, whole in self._wholes().items():
             try:
                 row = self._full(whole, None, self._everywhere(level), whole=True)
             except QuantizationError as err:
@@ -554,6 +555,14 @@ class _Search:
             raise refused[0]
         if self.timed:
             self._time_ops(_WHOLE)
+
+    def _wholes(self) -> dict[str, Recipe]:
+        """The plain recipes to begin with."""
+        return {
+            level: recipe(name)
+            for level, name in _WHOLE.items()
+            if self._offered(level) and not self._not_worth_it(level)
+        }
 
     def _not_worth_it(self, level: str) -> bool:
         """A rotation of all layers: twice as slow as OSCAR, at about the same noise."""
@@ -604,7 +613,8 @@ class _Search:
             if self.best is None:
                 self._nearest_miss()
             if self._confirmed() or (self.best is None and len(self.rows) == known):
-                self._second_chances()
+                if self.small:
+                    self._second_chances()
                 return
 
     def _improve(self) -> None:
@@ -1056,8 +1066,7 @@ class _Search:
         best = self.best
         if best is None:
             return
-        if self.small:
-            self._try_like_those_that_failed(best)
+        self._try_like_those_that_failed(best)
         limit = self._cost(best)[0] - self._worth(best)
         rows = [
             row
@@ -1068,7 +1077,7 @@ class _Search:
             and self._cost(row)[0] <= limit
         ]
         rows.sort(key=lambda row: (-self._margin(row), self._cost(row)))
-        for row in rows[: _CHANCES_SMALL if self.small else _CHANCES]:
+        for row in rows[:_CHANCES]:
             self._held_out(row)
         self._consider_all()
 
