@@ -27,7 +27,7 @@ from tpu2edge.quantize.sensitivity import FLOAT, rules_of, units_of
 from tpu2edge.runtime_check.devices.client import Session
 from tpu2edge.runtime_check.parity import fit_sample, real_values
 
-PROBE_SAMPLES = 4
+PROBE_SAMPLES = 3
 
 
 class SqnrEvaluator:

@@ -264,6 +264,7 @@ _DERIVED_SHARE = 0.10  # of one that was, at another level
 _HOPE = 0.7  # what a guessed noise is multiplied by before it is measured
 _HOPE_SMALL = 0.3
 _MISSES = 40  # steps of 1.3 in the noise: 46 dB
+_ALIKE_TIMES = 0.15  # shares of the float file's that two runs of one file may differ by
 _ALIKE = 0.05  # times, as shares of the float file's
 _OBSTACLES = 8
 _ASTRAY = 2.0  # by how much a sum of noises may be off before its parts are measured again
@@ -586,7 +587,9 @@ class _Search:
                 continue
             took = row.evaluation.latency_ms
             if 0 < took < math.inf and 0 < self.float_ms < math.inf:
-                self.added_times[kind, level] = took / self.float_ms - 1
+                added = took / self.float_ms - 1
+                # Weights that become float when the file is loaded cost no time after that.
+                self.added_times[kind, level] = 0.0 if abs(added) < _ALIKE_TIMES else added
 
     def _everywhere(self, level: str) -> Assignment:
         """What the plain recipe of a level does to each unit."""

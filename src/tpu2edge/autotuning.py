@@ -33,7 +33,7 @@ SEARCH_FORMAT_VERSION = 1
 #: Range estimators that static mixes are tried with; which one is best differs from net to net.
 ESTIMATORS = ("minmax", "percentile", "mse", "moving-average")
 
-_PROBES = 4  # samples that a single layer's noise is measured on
+_PROBES = 3  # samples that a single layer's noise is measured on
 
 _ROUNDS = 3  # of the samples, for the latency
 
