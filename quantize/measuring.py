@@ -30,6 +30,7 @@ __all__ = [
     "Memo",
     "QuantizerLike",
     "TimeIsOut",
+    "remove_dead",
     "scratch_place",
 ]
 
@@ -80,6 +81,14 @@ class QuantizerLike(Protocol):
         What it returns has a ``recipe`` whose rules give the file byte for byte; None: that one.
         """
         ...
+
+
+def remove_dead(place: Path, prefix: str) -> None:
+    """Remove the folders ``PREFIX<pid>-…`` of processes that are gone: they were killed."""
+    for folder in place.glob(f"{prefix}*-*"):
+        pid = folder.name.removeprefix(prefix).split("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def scratch_place(source: Path, target: Path) -> Path:

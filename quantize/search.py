@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,6 +40,7 @@ from tpu2edge.quantize.measuring import (
     Memo,
     QuantizerLike,
     TimeIsOut,
+    remove_dead,
     scratch_place,
 )
 from tpu2edge.quantize.moments import Moments
@@ -206,10 +208,10 @@ def search(
                 )
     if optimize not in ("size", "latency"):
         raise OptionError(f"cannot optimize '{optimize}'", do="known: size, latency")
+    place = scratch_place(source, target)
+    remove_dead(place, _PREFIX)
     with (
-        tempfile.TemporaryDirectory(
-            prefix=".tpu2edge-search-", dir=scratch_place(source, target)
-        ) as folder,
+        tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-", dir=place) as folder,
         Bench(
             source,
             Path(folder),
@@ -234,6 +236,9 @@ def search(
         )
         return run.run()
 
+
+# Of the folder for files that are only measured; the process's number follows.
+_PREFIX = ".tpu2edge-search-"
 
 # Plain recipes to begin with, by the level that they give to all units.
 _WHOLE = {

@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +21,7 @@ from tpu2edge.errors import BundleError, OptionError, QuantizationError
 from tpu2edge.flatbuffer import read_tflite
 from tpu2edge.quantize.apply import Quantizer
 from tpu2edge.quantize.calibrate import calibrate
+from tpu2edge.quantize.measuring import remove_dead
 from tpu2edge.quantize.recipes import Recipe, recipe, recipe_from_file
 from tpu2edge.quantize.search import Candidate, Evaluation, pareto, search
 from tpu2edge.quantize.sensitivity import (
@@ -233,6 +237,15 @@ def test_a_search_that_was_killed_goes_on_and_ends_the_same_with_nothing_run_twi
     again = found_by(world, tmp_path, checkpoint=checkpoint)
     assert again.evaluations_now == 0
     assert again.best == wanted.best
+
+
+def test_what_a_killed_search_has_left_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for pid in (gone.pid, os.getpid()):
+        (tmp_path / f".tpu2edge-search-{pid}-abc").mkdir()
+    remove_dead(tmp_path, ".tpu2edge-search-")
+    assert [one.name for one in tmp_path.iterdir()] == [f".tpu2edge-search-{os.getpid()}-abc"]
 
 
 def test_a_file_within_the_budget_is_on_disk_as_soon_as_one_is_known(chain: Path, tmp_path: Path):
